@@ -43,19 +43,19 @@ class ByteAutomaton:
         can_accept = reaching(self.next_SB, self.is_accepting_S)
         if not bool(can_accept[0]):
             raise NoText("no text satisfies the constraint; loosen it")
-        order, place = [0], torch.full((S + 1,), -1, dtype=torch.int64)
-        place[0] = 0
+        order, index_S = [0], torch.full((S + 1,), -1, dtype=torch.int64)
+        index_S[0] = 0
         for state in order:  # which grows: breadth first, so the numbering follows the language
             for following in self.next_SB[state].unique().tolist():
-                if can_accept[following] and place[following] < 0:
-                    place[following] = len(order)
+                if can_accept[following] and index_S[following] < 0:
+                    index_S[following] = len(order)
                     order.append(following)
-        place[place < 0] = len(order)
-        kept = torch.tensor(order)
+        index_S[index_S < 0] = len(order)
+        live_states = torch.tensor(order)
         next_SB = torch.full((len(order) + 1, 256), len(order), dtype=torch.int32)
-        next_SB[:-1] = place[self.next_SB[kept].long()].int()
+        next_SB[:-1] = index_S[self.next_SB[live_states].long()].int()
         is_accepting_S = torch.zeros(len(order) + 1, dtype=torch.bool)
-        is_accepting_S[:-1] = self.is_accepting_S[kept]
+        is_accepting_S[:-1] = self.is_accepting_S[live_states]
         return ByteAutomaton(next_SB, is_accepting_S)
 
     def without(self, other: ByteAutomaton) -> ByteAutomaton:
@@ -113,10 +113,10 @@ def reaching(next_SX: Tensor, is_aim_S: Tensor) -> Tensor:
     for edge in edges[edges < S * (S + 1)].tolist():
         before.setdefault(edge // (S + 1), []).append(edge % (S + 1))
     todo = is_aim_S.nonzero().squeeze(-1).tolist()
-    found = set(todo)
+    seen = set(todo)
     for state in todo:  # which grows
-        new = [earlier for earlier in before.get(state, ()) if earlier not in found]
-        found.update(new)
+        new = [earlier for earlier in before.get(state, ()) if earlier not in seen]
+        seen.update(new)
         todo += new
     is_reaching_S = torch.zeros(S + 1, dtype=torch.bool)
     is_reaching_S[todo] = True

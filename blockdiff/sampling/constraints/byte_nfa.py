@@ -126,7 +126,7 @@ class ByteNfa:
 
         reached: a cache of the result for each single state.
         """
-        found: set[int] = set()
+        closure: set[int] = set()
         for state in states:
             if state not in reached:
                 seen, todo = {state}, [state]
@@ -135,8 +135,8 @@ class ByteNfa:
                     seen.update(new)
                     todo += new
                 reached[state] = frozenset(each for each in seen if self.edges[each] or each == end)
-            found |= reached[state]
-        return frozenset(found)
+            closure |= reached[state]
+        return frozenset(closure)
 
 
 @lru_cache(maxsize=16)
@@ -145,7 +145,7 @@ def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
     next_SB = automaton.next_SB[:-1]
     begins = torch.ones_like(next_SB, dtype=torch.bool)
     begins[:, 1:] = next_SB.diff(dim=1) != 0
-    found: list[list[tuple[int, int, int]]] = [[] for _ in range(automaton.states)]
+    triples: list[list[tuple[int, int, int]]] = [[] for _ in range(automaton.states)]
     state_E, low_E = begins.nonzero().unbind(-1)
     high_E = torch.where(state_E[1:] == state_E[:-1], low_E[1:] - 1, 255)
     high_E = torch.cat((high_E, torch.tensor([255])))
@@ -153,19 +153,19 @@ def _edges(automaton: ByteAutomaton) -> list[list[tuple[int, int, int]]]:
     is_alive_E = following_E < automaton.states
     edges = torch.stack((state_E, low_E, high_E, following_E.long()), -1)[is_alive_E].tolist()
     for state, low, high, following in edges:
-        found[state].append((low, high, following))
-    return found
+        triples[state].append((low, high, following))
+    return triples
 
 
 @lru_cache(maxsize=64)
 def utf8_ranges(ranges: Ranges) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return the sequences of byte ranges that encode the characters of some code point ranges."""
-    found = list[tuple[tuple[int, int], ...]]()
+    sequences = list[tuple[tuple[int, int], ...]]()
     for low, high in ranges:
         for first, last in _PLANES:
             if max(low, first) <= min(high, last):
-                found += _equally_long(max(low, first), min(high, last))
-    return tuple(found)
+                sequences += _equally_long(max(low, first), min(high, last))
+    return tuple(sequences)
 
 
 def _equally_long(low: int, high: int) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -40,10 +40,10 @@ def compile_limit(seconds: float = COMPILE_SECONDS) -> Iterator[None]:
 def seconds_left() -> float:
     """Return the seconds left for compilation; TooSlow if there are none."""
     limit = _limit.get()
-    left = COMPILE_SECONDS if limit is None else limit[1] - time.monotonic()
-    if left <= 0:
+    seconds = COMPILE_SECONDS if limit is None else limit[1] - time.monotonic()
+    if seconds <= 0:
         raise too_slow()
-    return left
+    return seconds
 
 
 def too_large(states: int) -> TooLarge:

@@ -57,10 +57,10 @@ class _Parser:
         if sign == "(":
             self.at += 1
             if self.pattern.startswith("?", self.at):
-                found = _GROUP.match(self.pattern, self.at)
-                if found is None:
+                match = _GROUP.match(self.pattern, self.at)
+                if match is None:
                     raise self.error("look-around")
-                self.at = found.end()
+                self.at = match.end()
             inner = self.alternatives()
             if not self.pattern.startswith(")", self.at):
                 raise self.error("a group that is not closed")
@@ -80,12 +80,12 @@ class _Parser:
 
     def _character(self, in_set: bool, is_negated: bool = False) -> Ranges:
         """Parse one character, or a character class written as an escape; is_negated: the set excludes it."""
-        found = _PIECE.match(self.pattern, self.at)
-        assert found is not None
-        piece = found[0]
+        match = _PIECE.match(self.pattern, self.at)
+        assert match is not None
+        piece = match[0]
         if piece == "\\":
             raise self.error("a backslash at its end")
-        self.at = found.end()
+        self.at = match.end()
         if piece[0] != "\\":
             return ((ord(piece), ord(piece)),)
         letter = piece[1]
@@ -113,7 +113,7 @@ class _Parser:
         self.at += 1
         is_negated = self.pattern.startswith("^", self.at)
         self.at += is_negated
-        found = list[tuple[int, int]]()
+        members = list[tuple[int, int]]()
         while not self.pattern.startswith("]", self.at):
             if self.at >= len(self.pattern):
                 self.at = first
@@ -127,15 +127,15 @@ class _Parser:
                 self.at += 1
                 last = self._character(in_set=True, is_negated=is_negated)
                 if len(last) > 1 or last[0][0] != last[0][1]:
-                    found += [*ranges, (0x2D, 0x2D), *last]
+                    members += [*ranges, (0x2D, 0x2D), *last]
                 elif last[0][0] < ranges[0][0]:
                     raise self.error("a range whose end is before its beginning")
                 else:
-                    found.append((ranges[0][0], last[0][0]))
+                    members.append((ranges[0][0], last[0][0]))
                 continue
-            found += ranges
+            members += ranges
         self.at += 1
-        outside = without(EVERY, tuple(found))  # which merges overlapping ranges
+        outside = without(EVERY, tuple(members))  # which merges overlapping ranges
         return outside if is_negated else without(EVERY, outside)
 
     def _repeated(self, atom: Ranges | Alternatives | str) -> Item:
@@ -161,23 +161,23 @@ class _Parser:
 
     def error(self, what: str, back: int = 0) -> RequestError:
         """Return the error for the part of the pattern that begins `back` characters before the current index."""
-        at = self.at - back
-        return RequestError(f"has {what} at character {at} ({self.pattern[at : at + 12]!r})")
+        index = self.at - back
+        return RequestError(f"has {what} at character {index} ({self.pattern[index : index + 12]!r})")
 
 
 def without(ranges: Ranges, others: Ranges) -> Ranges:
     """Return `ranges` without the characters of `others`."""
-    found, left_out = list[tuple[int, int]](), sorted(others)
+    remaining, left_out = list[tuple[int, int]](), sorted(others)
     for low, high in ranges:
         for first, last in left_out:
             if last < low or first > high:
                 continue
             if first > low:
-                found.append((low, first - 1))
+                remaining.append((low, first - 1))
             low = last + 1
         if low <= high:
-            found.append((low, high))
-    return tuple(found)
+            remaining.append((low, high))
+    return tuple(remaining)
 
 
 def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) -> Alternatives:
@@ -186,7 +186,7 @@ def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) ->
     is_first, is_last: whether the alternatives begin and end the pattern. is_loose: raise RequestError instead of
     dropping alternatives.
     """
-    found: Alternatives = []
+    alternatives: Alternatives = []
     for way in ways:
         items, is_possible = list[Item](), True
         while way and way[0][0] == "^" and is_first:
@@ -207,8 +207,8 @@ def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) ->
                     is_possible = False
             items.append((atom, least, most))
         if is_possible:
-            found.append(items)
-    return found
+            alternatives.append(items)
+    return alternatives
 
 
 def _write(nfa: ByteNfa, start: int, ways: Alternatives) -> int:
@@ -258,8 +258,8 @@ def expression_automaton(
     if regex.startswith("^(?!"):  # a look-ahead at the beginning: exclude the texts that match it
         parser = _Parser(regex, at=4, is_loose=True)
         ways = [[("^", 1, 1), *way] for way in parser.alternatives()]
-        kept = expression_automaton(f"^{regex[parser.at + 1 :]}", is_open, is_anywhere, is_loose)
-        return kept if is_loose else kept.without(_automaton(ways, is_open=True, is_anywhere=True, is_loose=True))
+        texts = expression_automaton(f"^{regex[parser.at + 1 :]}", is_open, is_anywhere, is_loose)
+        return texts if is_loose else texts.without(_automaton(ways, is_open=True, is_anywhere=True, is_loose=True))
     parser = _Parser(regex, is_loose=is_loose)
     ways = parser.alternatives()
     if parser.at < len(regex):

@@ -28,11 +28,11 @@ class JsonNfa(ByteNfa):
 
     def joined(self, ends: Sequence[int | None]) -> int | None:
         """Join the ends of alternatives into one state, without the None ones; None if all are None."""
-        found = [end for end in ends if end is not None]
-        if len(found) < 2:
-            return found[0] if found else None
+        states = [end for end in ends if end is not None]
+        if len(states) < 2:
+            return states[0] if states else None
         end = self.state()
-        for each in found:
+        for each in states:
             self.join(each, end)
         return end
 
@@ -133,10 +133,10 @@ class JsonNfa(ByteNfa):
         elif rest is None:
             return None
         if rest is not None:
-            left = None if most is None else most - len(writes)
+            most_rest = None if most is None else most - len(writes)
             needed = max(0, least - len(writes))
             before = self.space(self.text(state, ",")) if writes else self.space(state)
-            behind = self.items(before, rest, max(1, needed), left)
+            behind = self.items(before, rest, max(1, needed), most_rest)
             if behind is not None:
                 self.join(self.text(behind, "]"), end)
             elif needed:

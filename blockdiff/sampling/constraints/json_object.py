@@ -59,41 +59,41 @@ def any_object() -> ByteAutomaton:
     return ByteAutomaton(next_SB, torch.tensor([*(state == ("", "end") for state in order), False]))
 
 
-def _after(stack: str, place: str, byte: int) -> State | None:
+def _after(stack: str, position: str, byte: int) -> State | None:
     """Return the state after a byte; None if the byte is not allowed."""
-    kind, _, rest = place.partition(":")
+    kind, _, rest = position.partition(":")
     if kind in ("key", "text"):
         return _in_string(stack, kind, rest, byte)
     if kind == "word":
         if byte != ord(rest[0]):
             return None
         return (stack, "comma") if len(rest) == 1 else (stack, f"word:{rest[1:]}")
-    for bytes_, following in NUMBERS.get(place, ()):
+    for bytes_, following in NUMBERS.get(position, ()):
         if byte in bytes_:
             return stack, following
-    if place in WHOLE_NUMBERS:
-        place = "comma"
-    if byte in b" \n" and not place.endswith("_") and place not in ("start", "end", *NUMBERS):
-        return stack, f"{place}_"
-    return _between(stack, place.rstrip("_"), byte)
+    if position in WHOLE_NUMBERS:
+        position = "comma"
+    if byte in b" \n" and not position.endswith("_") and position not in ("start", "end", *NUMBERS):
+        return stack, f"{position}_"
+    return _between(stack, position.rstrip("_"), byte)
 
 
-def _between(stack: str, place: str, byte: int) -> State | None:
+def _between(stack: str, position: str, byte: int) -> State | None:
     """Return the state after a byte that begins or ends a part; None if the byte is not allowed."""
-    if place == "start":
+    if position == "start":
         return ("o", "first key") if byte == ord("{") else None
-    if place in ("first key", "next key"):
+    if position in ("first key", "next key"):
         if byte == ord('"'):
             return stack, "key:"
-        return _closed(stack) if place == "first key" and byte == ord("}") else None
-    if place == "colon":
+        return _closed(stack) if position == "first key" and byte == ord("}") else None
+    if position == "colon":
         return (stack, "value") if byte == ord(":") else None
-    if place == "comma":
+    if position == "comma":
         if byte == ord(","):
             return stack, "next key" if stack[-1] == "o" else "value"
         return _closed(stack) if byte == ord("}" if stack[-1] == "o" else "]") else None
-    if place in ("value", "first value"):
-        if place == "first value" and byte == ord("]"):
+    if position in ("value", "first value"):
+        if position == "first value" and byte == ord("]"):
             return _closed(stack)
         if byte in b"{[":
             opened = ("o", "first key") if byte == ord("{") else ("a", "first value")
@@ -121,7 +121,7 @@ def _in_string(stack: str, kind: str, rest: str, byte: int) -> State | None:
         if byte in CHARACTERS:
             low, high, more = CHARACTERS[byte]
             return stack, f"{kind}:{low}-{high}-{more}"
-        return (stack, place) if 0x20 <= byte < 0x80 and (place := f"{kind}:") else None
+        return (stack, position) if 0x20 <= byte < 0x80 and (position := f"{kind}:") else None
     if rest == "\\":
         return (stack, f"{kind}:") if byte in b'"\\/bfnrt' else (stack, f"{kind}:hhhh") if byte == ord("u") else None
     if rest[0] == "h":

@@ -114,30 +114,30 @@ class _Writer:
         return self.nfa.joined(ends)
 
     def _plain(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
-        place = where or "its top"
+        path = where or "its top"
         if "enum" in plain:
             rest = {key: value for key, value in plain.items() if key != "enum"}
-            values = [each for each in plain["enum"] if holds(each, rest, place, self.rewriting.look_up)]
+            values = [each for each in plain["enum"] if holds(each, rest, path, self.rewriting.look_up)]
             if not values:
-                self.reason = f"no value of the enum at {place} satisfies its other keywords"
+                self.reason = f"no value of the enum at {path} satisfies its other keywords"
             return self.nfa.joined([self.nfa.value(start, each) for each in values])
         if not plain:
             return self._free(start, self.bounds.free)
         return self.nfa.joined([self._of_type(start, type, plain, where, within) for type in written_types(plain)])
 
     def _of_type(self, start: int, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
-        place = where or "its top"
+        path = where or "its top"
         if type == "object":
             return self._object(start, plain, where, within)
         if type == "array":
             return self._array(start, plain, where, within)
         if type == "string":
-            return self._string(start, plain, place)
+            return self._string(start, plain, path)
         if type == "null":
             return self.nfa.text(start, "null")
         if type == "boolean":
             return self.nfa.joined([self.nfa.text(start, "true"), self.nfa.text(start, "false")])
-        automaton = self._numbers(plain, type == "integer", place)
+        automaton = self._numbers(plain, type == "integer", path)
         return None if automaton is None else self.nfa.language(start, automaton)
 
     def _free(self, start: int, depth: int) -> int | None:
@@ -151,8 +151,8 @@ class _Writer:
     # -- objects ----------------------------------------------------------------------------------------------------
 
     def _object(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
-        place, required = where or "its top", plain.get("required", ())
-        least, most = self._counts(plain, "Properties", place)
+        path, required = where or "its top", plain.get("required", ())
+        least, most = self._counts(plain, "Properties", path)
         names = dict.fromkeys([*plain.get("properties", {}), *required])
         is_free = plain.get("additionalProperties", "properties" not in plain) is not False
         if not names and (is_free or plain.get("patternProperties")):
@@ -161,15 +161,15 @@ class _Writer:
         for name in names:
             schema = of_name(plain, name)
             can_stand = schema is not False and holds(
-                name, plain.get("propertyNames", True), place, self.rewriting.look_up
+                name, plain.get("propertyNames", True), path, self.rewriting.look_up
             )
             if can_stand:
                 entries.append((self._entry(name, schema, f"{where}/properties/{name}", within), name in required))
             elif name in required:
-                self.reason = self.reason or f"{place} requires {name!r}, which cannot be there"
+                self.reason = self.reason or f"{path} requires {name!r}, which cannot be there"
                 return None
         if least > len(entries) or (most is not None and most < len({*required})):
-            self.reason = f"minProperties or maxProperties at {place} leave no object"
+            self.reason = f"minProperties or maxProperties at {path} leave no object"
         return self.nfa.in_order(start, "{}", entries, least, most)
 
     def _entry(self, name: str, schema: Any, where: str, within: tuple[str, ...]) -> Write:
@@ -183,18 +183,18 @@ class _Writer:
 
     def _free_object(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
         """Add an object whose properties have no names in the schema."""
-        place = where or "its top"
-        least, most = self._counts(plain, "Properties", place)
+        path = where or "its top"
+        least, most = self._counts(plain, "Properties", path)
         if least > 1:
-            raise unheld("minProperties", place, "name the properties, for others may have one name twice")
+            raise unheld("minProperties", path, "name the properties, for others may have one name twice")
         other = plain.get("additionalProperties", plain.get("unevaluatedProperties", True))
         schemas: dict[str | None, Any] = dict(plain.get("patternProperties", {})) or {None: other}
         if any(schema != next(iter(schemas.values())) for schema in schemas.values()):
-            self._check_exclusive([each for each in schemas if each is not None], place)
+            self._check_exclusive([each for each in schemas if each is not None], path)
         ways = list[tuple[Write, Write]]()
         for pattern, schema in schemas.items():
             if schema is not False:
-                keys = self.nfa.any_string if pattern is None else self._key(pattern, place)
+                keys = self.nfa.any_string if pattern is None else self._key(pattern, path)
                 if "propertyNames" in plain:
                     keys = self._named_keys(plain["propertyNames"], pattern, where, within)
                 ways.append((keys, self._inner(schema, f"{where}/additionalProperties", within)))
@@ -206,9 +206,9 @@ class _Writer:
             return lambda state: self._free(state, max(0, self.bounds.free - 1))
         return lambda state: self.write(state, schema, where, within)
 
-    def _key(self, pattern: str, place: str) -> Write:
+    def _key(self, pattern: str, path: str) -> Write:
         """Return a function that adds a property name that matches the pattern."""
-        automaton = self._strings((pattern,), (), 0, None, place, is_open=True)
+        automaton = self._strings((pattern,), (), 0, None, path, is_open=True)
         if automaton is None:
             return lambda start: None
         return lambda start: self._text(start, '"', automaton)
@@ -218,33 +218,33 @@ class _Writer:
         names = {"allOf": [schema, {"type": "string"} | ({"pattern": pattern} if pattern else {})]}
         return lambda start: self.write(start, names, f"{where}/propertyNames", within)
 
-    def _check_exclusive(self, patterns: Sequence[str], place: str) -> None:
+    def _check_exclusive(self, patterns: Sequence[str], path: str) -> None:
         """Raise RequestError if one name may match two of the patterns."""
         for pattern in patterns:
-            own = self._strings((pattern,), (), 0, None, place, is_open=True)
+            automaton = self._strings((pattern,), (), 0, None, path, is_open=True)
             for other in patterns:
-                anywhere = self._strings((other,), (), 0, None, place, is_anywhere=True)
-                if other != pattern and own is not None and anywhere is not None:
+                anywhere = self._strings((other,), (), 0, None, path, is_anywhere=True)
+                if other != pattern and automaton is not None and anywhere is not None:
                     try:
-                        own.both(anywhere)
+                        automaton.both(anywhere)
                     except NoText:
                         continue
-                    raise unheld("patternProperties", place, f"{pattern!r:.40} and {other!r:.40} match the same names")
+                    raise unheld("patternProperties", path, f"{pattern!r:.40} and {other!r:.40} match the same names")
 
     # -- arrays -----------------------------------------------------------------------------------------------------
 
     def _array(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
-        place = where or "its top"
-        least, most = self._counts(plain, "Items", place)
+        path = where or "its top"
+        least, most = self._counts(plain, "Items", path)
         items = plain.get("items", plain.get("unevaluatedItems", True))
         prefix = list(plain.get("prefixItems", ()))
         if "contains" in plain and plain.get("minContains", 1) > 0:
             if prefix or "maxContains" in plain or plain.get("minContains", 1) > 1:
-                raise unheld("contains", place)
+                raise unheld("contains", path)
             prefix, least, plain = [{"allOf": [items, plain["contains"]]}], max(least, 1), plain | {"items": items}
         if plain.get("uniqueItems") and not (most is not None and most <= 1):
             if prefix:
-                raise unheld("uniqueItems", place, "or leave out prefixItems and contains")
+                raise unheld("uniqueItems", path, "or leave out prefixItems and contains")
             pieces = self._parts(items, f"{where}/items", within)
             return self.nfa.in_order(start, "[]", [(each, False) for each in pieces], least, most)
         if not prefix:
@@ -262,12 +262,12 @@ class _Writer:
         Each value of an enum is a part. Strings and numbers are divided by their beginnings (`distinct_texts`), objects
         by the value of a required property, and arrays by their first item.
         """
-        place, pieces, types = where or "its top", list[Write](), list[str]()
+        path, pieces, types = where or "its top", list[Write](), list[str]()
         values = list[Any]()
-        for plain, refs in self.rewriting.ways(schema, place, within):
+        for plain, refs in self.rewriting.ways(schema, path, within):
             rest = {key: value for key, value in plain.items() if key != "enum"}
             if "enum" in plain:
-                values += [each for each in plain["enum"] if holds(each, rest, place, self.rewriting.look_up)]
+                values += [each for each in plain["enum"] if holds(each, rest, path, self.rewriting.look_up)]
                 continue
             of_plain = written_types(plain)
             if "type" not in plain and len(of_plain) > 2:
@@ -279,18 +279,18 @@ class _Writer:
                     pieces += self._parts_of_type(type, plain | {"type": [type]}, where, refs)
         kinds = {each for value in values for each in types_of(value)}
         if len({*types}) < len(types) or kinds & {*types} & {"string", "number", "object", "array"}:
-            raise unheld("uniqueItems", place, "its items must differ in their types")
-        different = [value for at, value in enumerate(values) if not any(is_equal(value, each) for each in values[:at])]
+            raise unheld("uniqueItems", path, "its items must differ in their types")
+        different = [value for n, value in enumerate(values) if not any(is_equal(value, each) for each in values[:n])]
         return [*(partial(self.nfa.value, value=value) for value in different), *pieces]
 
     def _parts_of_type(self, type: str, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> list[Write]:
         """Return the parts of a plain schema of one type, as `_parts`; RequestError if it cannot be divided."""
-        place = where or "its top"
+        path = where or "its top"
         if type in ("string", "number", "integer"):
             quote, beginnings = ('"', self.bounds.beginnings) if type == "string" else ("", 0)
-            texts = self._strings_of(plain, place) if quote else self._numbers(plain, type == "integer", place)
-            found = [] if texts is None else distinct_texts(texts, beginnings)
-            return [partial(self._text, quote=quote, automaton=each) for each in found]
+            texts = self._strings_of(plain, path) if quote else self._numbers(plain, type == "integer", path)
+            parts = [] if texts is None else distinct_texts(texts, beginnings)
+            return [partial(self._text, quote=quote, automaton=each) for each in parts]
         if type == "array" and plain.get("prefixItems") and plain.get("minItems", 0) > 0:
             first, *others = plain["prefixItems"]
             firsts = self._parts(first, f"{where}/prefixItems/0", within)[: self.bounds.beginnings]
@@ -306,7 +306,7 @@ class _Writer:
                 for each in pieces[: self.bounds.beginnings]
             ]
             return [partial(self._object, plain=each, where=where, within=within) for each in schemas]
-        raise unheld("uniqueItems", place, "its items must be values of an enum, strings, numbers, or require one")
+        raise unheld("uniqueItems", path, "its items must be values of an enum, strings, numbers, or require one")
 
     def _text(self, start: int, quote: str, automaton: ByteAutomaton) -> int:
         """Add a text of the automaton between two `quote` texts, which may be empty."""
@@ -314,17 +314,17 @@ class _Writer:
 
     # -- strings and numbers ----------------------------------------------------------------------------------------
 
-    def _string(self, start: int, plain: dict[str, Any], place: str) -> int | None:
+    def _string(self, start: int, plain: dict[str, Any], path: str) -> int | None:
         if not {"minLength", "maxLength", "pattern", "format"} & plain.keys():
             return self.nfa.any_string(start)
-        automaton = self._strings_of(plain, place)
+        automaton = self._strings_of(plain, path)
         return None if automaton is None else self._text(start, '"', automaton)
 
-    def _strings_of(self, plain: dict[str, Any], place: str) -> ByteAutomaton | None:
-        least, most = self._counts(plain, "Length", place)
+    def _strings_of(self, plain: dict[str, Any], path: str) -> ByteAutomaton | None:
+        least, most = self._counts(plain, "Length", path)
         if most is not None:
             most = max(least, min(most, self.bounds.characters))
-        return self._strings(tuple(plain.get("pattern", ())), tuple(plain.get("format", ())), least, most, place)
+        return self._strings(tuple(plain.get("pattern", ())), tuple(plain.get("format", ())), least, most, path)
 
     def _strings(
         self,
@@ -332,22 +332,22 @@ class _Writer:
         formats: tuple[str, ...],
         least: int,
         most: int | None,
-        place: str,
+        path: str,
         **ends: bool,
     ) -> ByteAutomaton | None:
         """Make the automaton of strings (`strings`); None if there are none, with the cause in `reason`."""
         try:
             return strings(patterns, formats, least, most, self.bounds.in_blocks, **ends)
         except NoText:
-            said = " and ".join(map(repr, (*patterns, *formats)))
-            self.reason = f"no string without control characters is {said[:80]} at {place}, with its length"
+            rules = " and ".join(map(repr, (*patterns, *formats)))
+            self.reason = f"no string without control characters is {rules[:80]} at {path}, with its length"
             return None
         except (TooLarge, TooSlow):
             raise
         except RequestError as error:
-            raise RequestError(f"the JSON schema's pattern {patterns[0]!r:.60} at {place} {error}") from None
+            raise RequestError(f"the JSON schema's pattern {patterns[0]!r:.60} at {path} {error}") from None
 
-    def _numbers(self, plain: dict[str, Any], is_integer: bool, place: str) -> ByteAutomaton | None:
+    def _numbers(self, plain: dict[str, Any], is_integer: bool, path: str) -> ByteAutomaton | None:
         """Make the automaton of numbers (`Numbers`); None if there are none, with the cause in `reason`."""
         least, most = plain.get("minimum"), plain.get("maximum")
         over, under = plain.get("exclusiveMinimum"), plain.get("exclusiveMaximum")
@@ -357,19 +357,19 @@ class _Writer:
             over if is_over else least, under if is_under else most, is_over, is_under, plain.get("multipleOf")
         )
         try:
-            found = numbers.automaton(is_integer)
+            automaton = numbers.automaton(is_integer)
         except NoText:
             self.reason = (
-                f"there is no {'integer' if is_integer else 'number'} between the bounds at {place}; widen them"
+                f"there is no {'integer' if is_integer else 'number'} between the bounds at {path}; widen them"
             )
             return None
-        if found is None:
-            raise unheld("multipleOf", place, "or give it a minimum and a maximum that are close")
-        return found
+        if automaton is None:
+            raise unheld("multipleOf", path, "or give it a minimum and a maximum that are close")
+        return automaton
 
-    def _counts(self, plain: Mapping[str, Any], of: str, place: str) -> tuple[int, int | None]:
-        """Return the minimum and maximum of `of`, such as "Items" (None: no maximum); RequestError if they conflict."""
-        least, most = plain.get(f"min{of}", 0), plain.get(f"max{of}")
+    def _counts(self, plain: Mapping[str, Any], unit: str, path: str) -> tuple[int, int | None]:
+        """Return minimum and maximum of `unit`, such as "Items" (None: no maximum); RequestError if they conflict."""
+        least, most = plain.get(f"min{unit}", 0), plain.get(f"max{unit}")
         if most is not None and most < least:
-            raise RequestError(f"the JSON schema's max{of} {most} at {place} is less than its min{of} {least}")
+            raise RequestError(f"the JSON schema's max{unit} {most} at {path} is less than its min{unit} {least}")
         return least, most

@@ -164,7 +164,9 @@ def _at_least(bound: Decimal, is_strict: bool) -> str:
         ways += [rf"{whole}\.[0-9]{{0,{places - 1}}}[1-9]"] if is_strict and places else []
         return "|".join(ways)
     ways += [
-        rf"{whole}\.{part[:at]}[{int(part[at]) + 1}-9][0-9]{{0,{places}}}" for at in range(len(part)) if part[at] < "9"
+        rf"{whole}\.{part[:index]}[{int(part[index]) + 1}-9][0-9]{{0,{places}}}"
+        for index in range(len(part))
+        if part[index] < "9"
     ]
     ways.append(rf"{whole}\.{part}" + (f"[0-9]{{0,{places}}}[1-9]" if is_strict else f"[0-9]{{0,{places}}}"))
     return "|".join(ways)
@@ -184,9 +186,11 @@ def _at_most(bound: Decimal, is_strict: bool) -> str:
         return "|".join(ways)
     ways.append(rf"{whole}(?:\.0)?")
     ways += [
-        rf"{whole}\.{part[:at]}[0-{int(part[at]) - 1}][0-9]{{0,{places}}}" for at in range(len(part)) if part[at] > "0"
+        rf"{whole}\.{part[:index]}[0-{int(part[index]) - 1}][0-9]{{0,{places}}}"
+        for index in range(len(part))
+        if part[index] > "0"
     ]
-    ways += [rf"{whole}\.{part[:at]}" for at in range(1, len(part))]
+    ways += [rf"{whole}\.{part[:index]}" for index in range(1, len(part))]
     ways += [] if is_strict else [rf"{whole}\.{part}0{{0,{places}}}"]
     return "|".join(ways)
 

@@ -114,14 +114,14 @@ def forced(automaton: TokenAutomaton, start: int, is_final_S: Tensor, pinned_L: 
     can_stand_LE = (of_pin_L[:, None] < 0) | (of_pin_L[:, None] == class_E)
     can_stand_LE &= ~(is_text_L[:, None] & automaton.is_end_C[class_E])
     ahead = is_final_S
-    for at in reversed(range(L)):
-        can_stand_LE[at] &= ahead[to_E]
-        ahead = torch.zeros_like(ahead).index_fill_(0, from_E[can_stand_LE[at]], True)
+    for position in reversed(range(L)):
+        can_stand_LE[position] &= ahead[to_E]
+        ahead = torch.zeros_like(ahead).index_fill_(0, from_E[can_stand_LE[position]], True)
     reached = torch.zeros_like(ahead)
     reached[start] = True
-    for at in range(L):
-        can_stand_LE[at] &= reached[from_E]
-        reached = torch.zeros_like(reached).index_fill_(0, to_E[can_stand_LE[at]], True)
+    for position in range(L):
+        can_stand_LE[position] &= reached[from_E]
+        reached = torch.zeros_like(reached).index_fill_(0, to_E[can_stand_LE[position]], True)
     least_L = class_E.where(can_stand_LE, len(automaton.is_end_C)).amin(-1)
     most_L = class_E.where(can_stand_LE, -1).amax(-1)
     end_C = automaton.classes.end_C
@@ -178,8 +178,8 @@ def _paths(
         best_BL[:, some] = automaton.class_E[edge_best.masked_fill_(~is_best, impossible).argmax(-1)]
         within = (edge_sum - sum_BLP[:, some][..., pair_E]).exp_().nan_to_num_(nan=0.0)
         running = within.masked_fill(pair_E != random_pair[:, some, None], 0.0).cumsum(-1)
-        place = (running <= uniform_BL2[:, some, 1:].double() * running[..., -1:]).sum(-1).clamp_(max=len(pair_E) - 1)
-        random_BL[:, some] = automaton.class_E[place]
+        edge = (running <= uniform_BL2[:, some, 1:].double() * running[..., -1:]).sum(-1).clamp_(max=len(pair_E) - 1)
+        random_BL[:, some] = automaton.class_E[edge]
         within *= share_LBSK[some].transpose(0, 1).reshape(B, length, S * K)[..., pair_E]
         share_BLC[:, some].scatter_add_(-1, automaton.class_E.expand(B, length, -1), within)
     return Paths(best_BL, random_BL, share_BLC, is_possible_B)

@@ -90,10 +90,10 @@ def characters_written(regex: str) -> int:
 def mistake_in(regex: str) -> str | None:
     """Return a description of the mistake in a refused expression, with its position; None if it is not found."""
     try:
-        re.compile(_RUST_ONLY.sub(lambda found: "." * len(found[0]), regex))
+        re.compile(_RUST_ONLY.sub(lambda match: "." * len(match[0]), regex))
     except re.error as error:
-        at = error.pos or 0
-        return f"{error.msg} at character {at}{_there(regex, at)}"
+        position = error.pos or 0
+        return f"{error.msg} at character {position}{_there(regex, position)}"
     except (OverflowError, RecursionError):
         return None
     for piece in _PIECE.finditer(regex):
@@ -114,8 +114,8 @@ def mistake_in(regex: str) -> str | None:
     return None
 
 
-def _there(regex: str, at: int) -> str:
-    return f" ({regex[at : at + 12]!r})" if at < len(regex) else " (its end)"
+def _there(regex: str, position: int) -> str:
+    return f" ({regex[position : position + 12]!r})" if position < len(regex) else " (its end)"
 
 
 def _cause(message: str) -> str:

@@ -22,21 +22,21 @@ def apart(one: Plain, other: Plain, holds: Holds, difference: Difference) -> lis
     if "enum" in one:
         values = [value for value in one["enum"] if not holds(value, other)]
         return [one | {"enum": values}] if values else []
-    kept, found = list[str](), list[Plain]()
+    types, schemas = list[str](), list[Plain]()
     for type in written_types(one):
         if not _is_of(type, other):
-            kept.append(type)
+            types.append(type)
         elif type in ("boolean", "null"):
             values = [value for value in ((True, False) if type == "boolean" else (None,)) if not holds(value, other)]
-            found += [{"enum": values}] if values else []
+            schemas += [{"enum": values}] if values else []
         else:
             ways = _BY_TYPE[type](one | {"type": [type]}, other, difference)
             if "enum" in other:
                 ways = _without_values(one | {"type": [type]}, other["enum"])
             if not ways:
                 return None
-            found += ways
-    return ([one | {"type": kept}] if kept else []) + found
+            schemas += ways
+    return ([one | {"type": types}] if types else []) + schemas
 
 
 def _is_of(type: str, other: Plain) -> bool:
@@ -63,27 +63,27 @@ def _without_values(one: Plain, values: list[Any]) -> list[Plain]:
 def _numbers(one: Plain, other: Plain, _: Difference) -> list[Plain]:
     if other.get("type") == ["integer"] and one["type"] != ["integer"]:
         return []
-    found = []
+    schemas = []
     sides = {"minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum"}
     sides |= {"maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum"}
     for bound, opposite in sides.items():
         if bound in other:
             closest = min if "inimum" in bound else max
-            found.append(one | {opposite: closest(other[bound], one.get(opposite, other[bound]))})
-    return found
+            schemas.append(one | {opposite: closest(other[bound], one.get(opposite, other[bound]))})
+    return schemas
 
 
-def _not_between(one: Plain, other: Plain, of: str) -> list[Plain]:
+def _not_between(one: Plain, other: Plain, unit: str) -> list[Plain]:
     """Return schemas for the parts of `one` below the minimum and above the maximum that `other` sets.
 
-    of: "Length", "Items" or "Properties", which are counted. Parts that no count satisfies are left out.
+    unit: "Length", "Items" or "Properties", which are counted. Parts that no count satisfies are left out.
     """
-    found = []
-    if other.get(f"min{of}", 0) > 0:
-        found.append(one | {f"max{of}": min(other[f"min{of}"] - 1, one.get(f"max{of}", other[f"min{of}"]))})
-    if f"max{of}" in other:
-        found.append(one | {f"min{of}": max(other[f"max{of}"] + 1, one.get(f"min{of}", 0))})
-    return [each for each in found if each.get(f"min{of}", 0) <= each.get(f"max{of}", each.get(f"min{of}", 0))]
+    schemas = []
+    if other.get(f"min{unit}", 0) > 0:
+        schemas.append(one | {f"max{unit}": min(other[f"min{unit}"] - 1, one.get(f"max{unit}", other[f"min{unit}"]))})
+    if f"max{unit}" in other:
+        schemas.append(one | {f"min{unit}": max(other[f"max{unit}"] + 1, one.get(f"min{unit}", 0))})
+    return [each for each in schemas if each.get(f"min{unit}", 0) <= each.get(f"max{unit}", each.get(f"min{unit}", 0))]
 
 
 def _strings(one: Plain, other: Plain, _: Difference) -> list[Plain]:
@@ -91,12 +91,12 @@ def _strings(one: Plain, other: Plain, _: Difference) -> list[Plain]:
 
 
 def _arrays(one: Plain, other: Plain, difference: Difference) -> list[Plain]:
-    found = _not_between(one, other, "Items")
+    schemas = _not_between(one, other, "Items")
     if "items" in other and not {"prefixItems"} & (one.keys() | other.keys()):
         items = difference(one.get("items", True), other["items"])
         if items:
-            found.append(one | {"items": {"anyOf": items}, "minItems": max(1, one.get("minItems", 0))})
-    return found
+            schemas.append(one | {"items": {"anyOf": items}, "minItems": max(1, one.get("minItems", 0))})
+    return schemas
 
 
 def _objects(one: Plain, other: Plain, difference: Difference) -> list[Plain]:
@@ -111,14 +111,14 @@ def _objects(one: Plain, other: Plain, difference: Difference) -> list[Plain]:
     for name in [*other.get("properties", {})]:
         if name not in named and name not in needed:
             continue
-        own = of_name(one, name)
-        values = None if own is False else difference(own, other["properties"][name])
+        schema = of_name(one, name)
+        values = None if schema is False else difference(schema, other["properties"][name])
         if values:
             property_ = {
                 "properties": {**named, name: {"anyOf": values}},
                 "required": [*dict.fromkeys([*needed, name])],
             }
-            (whole if values == [simplified(own, name)] else narrowed).append(one | property_)
+            (whole if values == [simplified(schema, name)] else narrowed).append(one | property_)
     if other.get("additionalProperties") is False:
         patterns = other.get("patternProperties", {})
         for name in [*needed, *named]:

@@ -49,64 +49,64 @@ def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
         return {} if schema else False
     if not isinstance(schema, Mapping):
         raise RequestError(f"the JSON schema has {json.dumps(schema)[:40]} at {place}; write an object with a type")
-    found = {key: value for key, value in schema.items() if key in KNOWN or key == EXCLUDED}
+    plain = {key: value for key, value in schema.items() if key in KNOWN or key == EXCLUDED}
     if "const" in schema:
-        same = [value for value in found.get("enum", [schema["const"]]) if is_equal(value, schema["const"])]
-        found["enum"] = same
-    if "not" in found:
-        found[EXCLUDED] = [*found.get(EXCLUDED, ()), (found.pop("not"), "not")]
-    if "type" in found:
-        found["type"] = _types(found["type"], place)
-    if "enum" in found and (not isinstance(found["enum"], list) or ("const" not in schema and not found["enum"])):
+        same = [value for value in plain.get("enum", [schema["const"]]) if is_equal(value, schema["const"])]
+        plain["enum"] = same
+    if "not" in plain:
+        plain[EXCLUDED] = [*plain.get(EXCLUDED, ()), (plain.pop("not"), "not")]
+    if "type" in plain:
+        plain["type"] = _types(plain["type"], place)
+    if "enum" in plain and (not isinstance(plain["enum"], list) or ("const" not in schema and not plain["enum"])):
         raise RequestError(f"the JSON schema's enum at {place} must be a list with at least one value")
-    if found.get("type") == [] or found.get("enum") == []:
+    if plain.get("type") == [] or plain.get("enum") == []:
         return False
     for bound in ("minimum", "maximum"):
         exclusive = f"exclusive{bound.capitalize()}"
-        if isinstance(found.get(exclusive), bool) and found.pop(exclusive) and bound in found:  # of draft 4
-            found[exclusive] = found.pop(bound)
-    for name in BOUNDS & found.keys():
-        value = found[name]
+        if isinstance(plain.get(exclusive), bool) and plain.pop(exclusive) and bound in plain:  # of draft 4
+            plain[exclusive] = plain.pop(bound)
+    for name in BOUNDS & plain.keys():
+        value = plain[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST_BOUND:
             raise RequestError(f"the JSON schema's {name} at {place} must be a number, got {json.dumps(value)[:40]}")
-    for name in COUNTS & found.keys():
-        value = found[name]
+    for name in COUNTS & plain.keys():
+        value = plain[name]
         if isinstance(value, float) and value.is_integer():
-            found[name] = value = int(value)
+            plain[name] = value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            given = json.dumps(value)[:40]
-            raise RequestError(f"the JSON schema's {name} at {place} must be a whole number from 0 on, got {given}")
-    if isinstance(found.get("items"), list):  # before 2020-12
-        found["prefixItems"] = found.pop("items")
+            text = json.dumps(value)[:40]
+            raise RequestError(f"the JSON schema's {name} at {place} must be a whole number from 0 on, got {text}")
+    if isinstance(plain.get("items"), list):  # before 2020-12
+        plain["prefixItems"] = plain.pop("items")
         if "additionalItems" in schema:
-            found["items"] = schema["additionalItems"]
+            plain["items"] = schema["additionalItems"]
     for name in ("pattern", "format"):
-        if name in found and not isinstance(found[name], tuple):
-            if not isinstance(found[name], str):
-                raise RequestError(f"the JSON schema's {name} at {place} must be a text, got {found[name]!r:.40}")
-            found[name] = (found[name],)
+        if name in plain and not isinstance(plain[name], tuple):
+            if not isinstance(plain[name], str):
+                raise RequestError(f"the JSON schema's {name} at {place} must be a text, got {plain[name]!r:.40}")
+            plain[name] = (plain[name],)
     for name, kind in (("properties", Mapping), ("patternProperties", Mapping), ("required", list | tuple)):
-        if name in found and not isinstance(found[name], kind):
+        if name in plain and not isinstance(plain[name], kind):
             raise RequestError(
                 f"the JSON schema's {name} at {place} must be {'a list' if name == 'required' else 'an object'}"
             )
-    if not all(isinstance(each, str) for each in found.get("required", ())):
-        raise RequestError(f"the JSON schema requires {found['required']!r:.40} at {place}, which must be names")
-    if not isinstance(found.get("prefixItems", []), list):
+    if not all(isinstance(each, str) for each in plain.get("required", ())):
+        raise RequestError(f"the JSON schema requires {plain['required']!r:.40} at {place}, which must be names")
+    if not isinstance(plain.get("prefixItems", []), list):
         raise RequestError(f"the JSON schema's prefixItems at {place} must be a list of schemas")
-    if "if" in found and not isinstance(found["if"], tuple):
-        found["if"] = (found["if"], schema.get("then", True), schema.get("else", True))
+    if "if" in plain and not isinstance(plain["if"], tuple):
+        plain["if"] = (plain["if"], schema.get("then", True), schema.get("else", True))
     discriminator = schema.get("discriminator")  # of OpenAPI
     if isinstance(discriminator, Mapping) and isinstance(discriminator.get("propertyName"), str):
-        found["required"] = [*dict.fromkeys([*found.get("required", ()), discriminator["propertyName"]])]
+        plain["required"] = [*dict.fromkeys([*plain.get("required", ()), discriminator["propertyName"]])]
     if isinstance(schema.get("dependencies"), Mapping):  # before 2019-09
         for name, each in schema["dependencies"].items():
             each = {"required": each} if isinstance(each, list) else each
-            found["dependentSchemas"] = {**found.get("dependentSchemas", {}), name: each}
+            plain["dependentSchemas"] = {**plain.get("dependentSchemas", {}), name: each}
     for name in ("$dynamicRef", "$recursiveRef"):
-        if name in found:
+        if name in plain:
             raise unheld(name, place, "write $ref")
-    return found
+    return plain
 
 
 def both_of(one: Any, other: Any, place: str) -> Any:
@@ -116,43 +116,43 @@ def both_of(one: Any, other: Any, place: str) -> Any:
         return False
     if not first or not second or first == second:
         return first or second
-    found = first | second
+    merged = first | second
     for keyword in first.keys() & second.keys():
         x, y = first[keyword], second[keyword]
         if keyword in LEAST:
-            found[keyword] = min(x, y)
+            merged[keyword] = min(x, y)
         elif keyword in GREATEST:
-            found[keyword] = max(x, y)
+            merged[keyword] = max(x, y)
         elif keyword == "type":
             common = _with_integer(x) & _with_integer(y)
             common -= {"integer"} if "number" in common else set()
-            found[keyword] = [type for type in OF_TYPE if type in common]
+            merged[keyword] = [type for type in OF_TYPE if type in common]
         elif keyword == "enum":
-            found[keyword] = [value for value in x if any(is_equal(value, each) for each in y)]
+            merged[keyword] = [value for value in x if any(is_equal(value, each) for each in y)]
         elif keyword in ("allOf", EXCLUDED):
-            found[keyword] = [*x, *y]
+            merged[keyword] = [*x, *y]
         elif keyword in ("required", "pattern", "format"):
-            found[keyword] = [*x, *(each for each in y if each not in x)]
-            found[keyword] = found[keyword] if keyword == "required" else tuple(found[keyword])
+            merged[keyword] = [*x, *(each for each in y if each not in x)]
+            merged[keyword] = merged[keyword] if keyword == "required" else tuple(merged[keyword])
         elif keyword == "uniqueItems":
-            found[keyword] = x or y
+            merged[keyword] = x or y
         elif keyword == "multipleOf" and x != y:
             if not isinstance(x, int) or not isinstance(y, int):
                 raise unheld("multipleOf", place)
-            found[keyword] = math.lcm(x, y)
+            merged[keyword] = math.lcm(x, y)
         elif keyword in BOTH:
-            found[keyword] = _put_off(x, y)
+            merged[keyword] = _put_off(x, y)
         elif keyword in COMBINING and x != y:
             again = dict(zip(("if", "then", "else"), y, strict=True)) if keyword == "if" else {keyword: y}
-            found[keyword], found["allOf"] = x, [*found.get("allOf", []), again]
+            merged[keyword], merged["allOf"] = x, [*merged.get("allOf", []), again]
     if OBJECT & first.keys() and OBJECT & second.keys():
-        found |= _objects(first, second)
-    if "prefixItems" in found:
+        merged |= _objects(first, second)
+    if "prefixItems" in merged:
         lengths = [len(each.get("prefixItems", [])) for each in (first, second)]
-        found["prefixItems"] = [_put_off(_item(first, at), _item(second, at)) for at in range(max(lengths))]
-    if found.get("type") == [] or found.get("enum") == []:
+        merged["prefixItems"] = [_put_off(_item(first, index), _item(second, index)) for index in range(max(lengths))]
+    if merged.get("type") == [] or merged.get("enum") == []:
         return False
-    return found
+    return merged
 
 
 def _put_off(one: Any, other: Any) -> Any:
@@ -174,34 +174,34 @@ def _item(schema: Mapping[str, Any], index: int) -> Any:
 
 def _objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the property keywords of two object schemas."""
-    found = dict[str, Any]()
+    merged = dict[str, Any]()
     names = dict.fromkeys([*first.get("properties", {}), *second.get("properties", {})])
     if names:
-        found["properties"] = {name: _put_off(of_name(first, name), of_name(second, name)) for name in names}
+        merged["properties"] = {name: _put_off(of_name(first, name), of_name(second, name)) for name in names}
     one, other = (each.get("additionalProperties", True) for each in (first, second))
     if "additionalProperties" in first or "additionalProperties" in second:
-        found["additionalProperties"] = _put_off(one, other)
+        merged["additionalProperties"] = _put_off(one, other)
     one, other = (each.get("patternProperties", {}) for each in (first, second))
     patterns = dict.fromkeys([*one, *other])
     if patterns:
-        found["patternProperties"] = {
+        merged["patternProperties"] = {
             pattern: _put_off(
                 one.get(pattern, first.get("additionalProperties", True)),
                 other.get(pattern, second.get("additionalProperties", True)),
             )
             for pattern in patterns
         }
-    return found
+    return merged
 
 
 def of_name(schema: Mapping[str, Any], name: str) -> Any:
     """Return the schema of the property `name`: its own and its patterns', else the one of additional properties."""
-    found = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-    found += [each for pattern, each in schema.get("patternProperties", {}).items() if is_in(name, pattern)]
-    if not found:
+    schemas = [schema["properties"][name]] if name in schema.get("properties", {}) else []
+    schemas += [each for pattern, each in schema.get("patternProperties", {}).items() if is_in(name, pattern)]
+    if not schemas:
         return schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
-    whole = found[0]
-    for each in found[1:]:
+    whole = schemas[0]
+    for each in schemas[1:]:
         whole = _put_off(whole, each)
     return whole
 
@@ -229,9 +229,9 @@ def _with_integer(types: list[str]) -> set[str]:
     return {*types, "integer"} if "number" in types else {*types}
 
 
-def _types(said: Any, place: str) -> list[str]:
-    types = said if isinstance(said, list) else [said]
+def _types(value: Any, path: str) -> list[str]:
+    types = value if isinstance(value, list) else [value]
     unknown = [type for type in types if type not in [*OF_TYPE]]
-    if unknown or (said != [] and not types):
-        raise RequestError(f"the JSON schema's type {json.dumps(said)[:40]} at {place} is none of {', '.join(OF_TYPE)}")
+    if unknown or (value != [] and not types):
+        raise RequestError(f"the JSON schema's type {json.dumps(value)[:40]} at {path} is none of {', '.join(OF_TYPE)}")
     return list(types)

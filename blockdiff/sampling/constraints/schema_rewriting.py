@@ -49,8 +49,8 @@ class Rewriting:
             elif keyword is None:
                 done.append((plain, _with_most(before, refs)))
             elif keyword == "$ref":
-                if (found := self._referred(plain.pop("$ref"), place, refs)) is not None:
-                    target, refs = found
+                if (reference := self._referred(plain.pop("$ref"), place, refs)) is not None:
+                    target, refs = reference
                     todo.insert(0, (both_of(plain, target, place), refs, others, before))
                 elif is_loose:
                     raise unheld("$ref", place, "it refers to itself in a place where schemas must differ")
@@ -65,33 +65,33 @@ class Rewriting:
                 raise unheld(keyword or "anyOf", place, f"it has more than {MOST_WAYS} combinations; name fewer")
         if is_loose:
             return [({**plain, EXCLUDED: []}, refs) for plain, refs in done]
-        return [(kept, refs) for plain, refs in done for kept in self._without_excluded(plain, place)]
+        return [(part, refs) for plain, refs in done for part in self._without_excluded(plain, place)]
 
-    def _without_excluded(self, plain: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    def _without_excluded(self, plain: dict[str, Any], path: str) -> list[dict[str, Any]]:
         """Return plain schemas for a plain schema's documents minus those that its exclusions accept."""
-        kept = [{key: value for key, value in plain.items() if key != EXCLUDED}]
+        parts = [{key: value for key, value in plain.items() if key != EXCLUDED}]
         for schema, keyword in plain.get(EXCLUDED, ()):
-            for other, _ in self.ways(schema, place, (), is_loose=True):
-                found = [self._apart(each, other, place) for each in kept]
-                if None in found:
+            for other, _ in self.ways(schema, path, (), is_loose=True):
+                differences = [self._apart(each, other, path) for each in parts]
+                if None in differences:
                     advice = "its schemas must differ in a type, a constant or a required property"
-                    raise unheld(keyword, place, f"{advice}{'; or write anyOf' if keyword == 'oneOf' else ''}")
-                kept = [each for ways in found for each in ways or ()]
-        return kept
+                    raise unheld(keyword, path, f"{advice}{'; or write anyOf' if keyword == 'oneOf' else ''}")
+                parts = [each for ways in differences for each in ways or ()]
+        return parts
 
-    def _apart(self, one: dict[str, Any], other: dict[str, Any], place: str) -> list[dict[str, Any]] | None:
+    def _apart(self, one: dict[str, Any], other: dict[str, Any], path: str) -> list[dict[str, Any]] | None:
         """Return plain schemas for documents that satisfy `one` and not `other`; None if no such schemas are known."""
 
-        def difference(own: Any, excluded: Any) -> list[dict[str, Any]] | None:
-            kept = [plain for plain, _ in self.ways(own, place, ())]
-            for plain, _ in self.ways(excluded, place, (), is_loose=True):
-                found = [self._apart(each, plain, place) for each in kept]
-                if None in found:
+        def difference(included: Any, excluded: Any) -> list[dict[str, Any]] | None:
+            parts = [plain for plain, _ in self.ways(included, path, ())]
+            for plain, _ in self.ways(excluded, path, (), is_loose=True):
+                differences = [self._apart(each, plain, path) for each in parts]
+                if None in differences:
                     return None
-                kept = [each for ways in found for each in ways or ()]
-            return kept
+                parts = [each for ways in differences for each in ways or ()]
+            return parts
 
-        return apart(one, other, lambda value, schema: holds(value, schema, place, self.look_up), difference)
+        return apart(one, other, lambda value, schema: holds(value, schema, path, self.look_up), difference)
 
     def look_up(self, name: Any, place: str) -> Any:
         """Return the schema that a $ref names; RequestError if it is not in the document."""
@@ -99,58 +99,58 @@ class Rewriting:
             raise RequestError(
                 f"the JSON schema refers to {name!r:.80} at {place}; only # can be looked up, and what follows #/"
             )
-        found = self.document
+        part = self.document
         for key in unquote(name[1:]).split("/")[1:]:  # a JSON pointer
             key = key.replace("~1", "/").replace("~0", "~")
             try:
-                found = found[int(key) if isinstance(found, list) else key]
+                part = part[int(key) if isinstance(part, list) else key]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise RequestError(f"the JSON schema cannot be used: it has no {name!r} to refer to") from None
-        return found
+        return part
 
-    def _referred(self, name: Any, place: str, within: tuple[str, ...]) -> tuple[Any, tuple[str, ...]] | None:
+    def _referred(self, name: Any, path: str, within: tuple[str, ...]) -> tuple[Any, tuple[str, ...]] | None:
         """Return the schema of a $ref and the $refs around it; None if the document's recursion is too deep."""
-        found = self.look_up(name, place)
+        schema = self.look_up(name, path)
         self.refs, self.last_ref = self.refs + 1, name
         if self.refs > MOST_REFS:
             raise TooLarge(f"the JSON schema follows more than {MOST_REFS:,} $refs, last {name!r}; write fewer")
         if within.count(name) >= self.refs_within or (name in within and len(within) >= 4 * self.refs_within):
             return None
-        return found, (*within, name)
+        return schema, (*within, name)
 
-    def _any_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
-        schemas = _listed(schemas, "anyOf", place)
-        return [both_of(plain, each, place) for each in schemas]
+    def _any_of(self, schemas: Any, plain: dict[str, Any], path: str) -> list[Any]:
+        schemas = _listed(schemas, "anyOf", path)
+        return [both_of(plain, each, path) for each in schemas]
 
-    def _one_of(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
-        schemas = _listed(schemas, "oneOf", place)
-        found = []
+    def _one_of(self, schemas: Any, plain: dict[str, Any], path: str) -> list[Any]:
+        schemas = _listed(schemas, "oneOf", path)
+        ways = []
         for number, schema in enumerate(schemas):
             others = [(each, "oneOf") for other, each in enumerate(schemas) if other != number]
-            found.append(both_of(both_of(plain, schema, place), {EXCLUDED: others}, place))
-        return found
+            ways.append(both_of(both_of(plain, schema, path), {EXCLUDED: others}, path))
+        return ways
 
-    def _if(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+    def _if(self, schemas: Any, plain: dict[str, Any], path: str) -> list[Any]:
         condition, then, otherwise = schemas
-        is_met = both_of(both_of(plain, condition, place), then, place)
-        return [is_met, both_of(both_of(plain, otherwise, place), {EXCLUDED: [(condition, "if")]}, place)]
+        is_met = both_of(both_of(plain, condition, path), then, path)
+        return [is_met, both_of(both_of(plain, otherwise, path), {EXCLUDED: [(condition, "if")]}, path)]
 
-    def _dependent_required(self, names: Any, plain: dict[str, Any], place: str) -> list[Any]:
+    def _dependent_required(self, names: Any, plain: dict[str, Any], path: str) -> list[Any]:
         if not isinstance(names, Mapping) or not all(isinstance(each, list) for each in names.values()):
-            raise RequestError(f"the JSON schema's dependentRequired at {place} must be an object of lists")
-        return self._dependent_schemas({name: {"required": each} for name, each in names.items()}, plain, place)
+            raise RequestError(f"the JSON schema's dependentRequired at {path} must be an object of lists")
+        return self._dependent_schemas({name: {"required": each} for name, each in names.items()}, plain, path)
 
-    def _dependent_schemas(self, schemas: Any, plain: dict[str, Any], place: str) -> list[Any]:
+    def _dependent_schemas(self, schemas: Any, plain: dict[str, Any], path: str) -> list[Any]:
         if not isinstance(schemas, Mapping):
-            raise RequestError(f"the JSON schema's dependentSchemas at {place} must be an object of schemas")
+            raise RequestError(f"the JSON schema's dependentSchemas at {path} must be an object of schemas")
         if not schemas:
             return [plain]
         (name, schema), *rest = schemas.items()
         plain = plain | ({"dependentSchemas": dict(rest)} if rest else {})
-        has_name = both_of(both_of(plain, {"type": "object", "required": [name]}, place), schema, place)
+        has_name = both_of(both_of(plain, {"type": "object", "required": [name]}, path), schema, path)
         if plain.get("type") == ["object"] and name in plain.get("required", ()):
             return [has_name]
-        return [both_of(plain, {"properties": {name: False}}, place), has_name]
+        return [both_of(plain, {"properties": {name: False}}, path), has_name]
 
     _ways_of: Mapping[str, Callable[[Rewriting, Any, dict[str, Any], str], list[Any]]] = {
         "anyOf": _any_of,
@@ -170,15 +170,15 @@ def rooted(document: Any, root: str = "#", where: str = "#") -> Any:
     id_ = document.get("$id")
     if where != "#" and isinstance(id_, str) and id_[:1] not in ("", "#"):
         root = where
-    found = {}
+    copy = {}
     for key, value in document.items():
         if key == "$ref" and isinstance(value, str) and value[:1] == "#":
-            found[key] = root + value[1:]
+            copy[key] = root + value[1:]
         elif key in ("const", "enum", "default", "examples"):
-            found[key] = value
+            copy[key] = value
         else:
-            found[key] = rooted(value, root, f"{where}/{key.replace('~', '~0').replace('/', '~1')}")
-    return found
+            copy[key] = rooted(value, root, f"{where}/{key.replace('~', '~0').replace('/', '~1')}")
+    return copy
 
 
 def _with_most(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ def _with_most(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     return tuple((Counter(one) | Counter(other)).elements())
 
 
-def _listed(schemas: Any, keyword: str, place: str) -> list[Any]:
+def _listed(schemas: Any, keyword: str, path: str) -> list[Any]:
     if not isinstance(schemas, list) or not schemas:
-        raise RequestError(f"the JSON schema's {keyword} at {place} must be a list of schemas")
+        raise RequestError(f"the JSON schema's {keyword} at {path} must be a list of schemas")
     return schemas

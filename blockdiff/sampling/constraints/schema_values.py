@@ -58,20 +58,20 @@ def types_of(value: Any) -> set[str]:
 Fits = Callable[[Any, Any], bool]
 
 
-def _is_counted(count: int, plain: Mapping[str, Any], of: str) -> bool:
-    return plain.get(f"min{of}", 0) <= count <= plain.get(f"max{of}", count)
+def _is_counted(count: int, plain: Mapping[str, Any], unit: str) -> bool:
+    return plain.get(f"min{unit}", 0) <= count <= plain.get(f"max{unit}", count)
 
 
-def _string(value: str, plain: Mapping[str, Any], place: str, fits: Fits) -> bool:
+def _string(value: str, plain: Mapping[str, Any], path: str, fits: Fits) -> bool:
     for name in plain.get("format", ()):
         text = json.dumps(value, ensure_ascii=False)[1:-1].encode()
         if name in FORMATS and not strings((), (name,), 0, None).accepts(text):
-            raise unheld("format", place, "leave it out beside enum and const")
+            raise unheld("format", path, "leave it out beside enum and const")
     patterns = plain.get("pattern", ())
     return _is_counted(len(value), plain, "Length") and all(is_in(value, pattern) for pattern in patterns)
 
 
-def _number(value: int | float, plain: Mapping[str, Any], place: str, fits: Fits) -> bool:
+def _number(value: int | float, plain: Mapping[str, Any], path: str, fits: Fits) -> bool:
     factor = plain.get("multipleOf")
     return (
         (factor is None or Fraction(str(value)) % Fraction(str(factor)) == 0)
@@ -81,22 +81,23 @@ def _number(value: int | float, plain: Mapping[str, Any], place: str, fits: Fits
     )
 
 
-def _array(value: list[Any], plain: Mapping[str, Any], place: str, fits: Fits) -> bool:
+def _array(value: list[Any], plain: Mapping[str, Any], path: str, fits: Fits) -> bool:
     prefix = plain.get("prefixItems", [])
     if "contains" in plain or "unevaluatedItems" in plain:
-        raise unheld("contains", place, "leave it out beside enum and const")
+        raise unheld("contains", path, "leave it out beside enum and const")
     if plain.get("uniqueItems") and any(
-        is_equal(one, other) for at, one in enumerate(value) for other in value[at + 1 :]
+        is_equal(one, other) for index, one in enumerate(value) for other in value[index + 1 :]
     ):
         return False
     return _is_counted(len(value), plain, "Items") and all(
-        fits(each, prefix[at] if at < len(prefix) else plain.get("items", True)) for at, each in enumerate(value)
+        fits(each, prefix[index] if index < len(prefix) else plain.get("items", True))
+        for index, each in enumerate(value)
     )
 
 
-def _object(value: Mapping[str, Any], plain: Mapping[str, Any], place: str, fits: Fits) -> bool:
+def _object(value: Mapping[str, Any], plain: Mapping[str, Any], path: str, fits: Fits) -> bool:
     if "unevaluatedProperties" in plain or "dependentRequired" in plain or "dependentSchemas" in plain:
-        raise unheld("unevaluatedProperties", place, "leave it out beside enum and const")
+        raise unheld("unevaluatedProperties", path, "leave it out beside enum and const")
     return (
         _is_counted(len(value), plain, "Properties")
         and all(name in value for name in plain.get("required", ()))

@@ -51,8 +51,8 @@ class TokenAutomaton:
 
     def run(self, tokens: Sequence[int], state: int = 0) -> int:
         """Return the state after reading `tokens` from `state` on; `self.states` if they are not allowed."""
-        for place in self.class_V[list(tokens)].tolist():
-            state = self.states if place == self.next_SC.shape[1] else int(self.next_SC[state, place])
+        for class_ in self.class_V[list(tokens)].tolist():
+            state = self.states if class_ == self.next_SC.shape[1] else int(self.next_SC[state, class_])
         return state
 
 
@@ -79,7 +79,7 @@ def token_automaton(
     V = tokens.vocab_size
     ends = {id for id in (*eos_ids, pad_id) if id is not None and 0 <= id < V}
     without_text = [id for id in range(V) if not tokens.texts[id] and id not in ends and id not in banned]
-    order, place, number_N = _reached(automaton, tokens)
+    order, index_of_state, number_N = _reached(automaton, tokens)
 
     # Classes: tokens with one number, whose last token shows where all of them lead; then eos, fill and special tokens.
     numbers, class_N = number_N.unique(return_inverse=True)
@@ -99,8 +99,8 @@ def token_automaton(
     last_C[class_V[alive]] = alive.nonzero().squeeze(-1)
     has_token = torch.zeros(texts + 3, dtype=torch.bool)
     has_token[class_V[alive]] = True
-    place[automaton.states] = S
-    next_SC[: S - 1, :texts] = _after(automaton, [tokens.texts[id] for id in last_C.tolist()], order, place)
+    index_of_state[automaton.states] = S
+    next_SC[: S - 1, :texts] = _after(automaton, [tokens.texts[id] for id in last_C.tolist()], order, index_of_state)
     is_accepting_S = torch.zeros(S + 1, dtype=torch.bool)
     is_accepting_S[: S - 1] = automaton.is_accepting_S[order]
     is_accepting_S[end] = True
@@ -139,8 +139,8 @@ def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tenso
     `tokens.ids` the number of its group, 0 for a token that is never allowed. The numbers are sums of random numbers,
     equal if two tokens lead from every reached state to the same state. Raises RequestError for too many states.
     """
-    place = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
-    place[0] = 0
+    index_of_state = torch.full((automaton.states + 1,), -1, dtype=torch.int64)
+    index_of_state[0] = 0
     order = [0]
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
     number_of_state = torch.randint(-(2**62), 2**62, (automaton.states + 1,), generator=generator)
@@ -161,13 +161,13 @@ def _reached(automaton: ByteAutomaton, tokens: Tokens) -> tuple[list[int], Tenso
             is_met[following_M] = True
             is_met[automaton.states] = False
             for following in is_met.nonzero().squeeze(-1).tolist():
-                if place[following] < 0:
-                    place[following] = len(order)
+                if index_of_state[following] < 0:
+                    index_of_state[following] = len(order)
                     order.append(following)
-    return order, place, number_M[tree.leaf_N]
+    return order, index_of_state, number_M[tree.leaf_N]
 
 
-def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], place: Tensor) -> Tensor:
+def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int], index_of_state: Tensor) -> Tensor:
     """Return the state after each text from each state, as its index in `order`: int64 [states, texts]."""
     columns = []
     start = torch.tensor(order)
@@ -175,8 +175,8 @@ def _after(automaton: ByteAutomaton, texts: Sequence[bytes], order: Sequence[int
         state = start
         for byte in text:
             state = automaton.next_SB[state, byte].long()
-        columns.append(place[state])
-    return torch.stack(columns, -1) if columns else place.new_zeros(len(order), 0)
+        columns.append(index_of_state[state])
+    return torch.stack(columns, -1) if columns else index_of_state.new_zeros(len(order), 0)
 
 
 def _pairs(next_SC: Tensor) -> tuple[Tensor, Tensor, Tensor]:

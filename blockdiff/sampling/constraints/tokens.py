@@ -41,13 +41,13 @@ class Tokens:
         above = torch.zeros(len(order), dtype=torch.int64)  # each token's node at the level above; first the root
         for level in range(deepest):
             assert bytes_NJ is not None
-            own = bytes_NJ[:, level]
+            bytes_N = bytes_NJ[:, level]
             is_long = lengths > level
             # The tokens are sorted. One begins a node if it differs from the token before it, or if that is too short.
-            is_new |= own[1:] != own[:-1]
+            is_new |= bytes_N[1:] != bytes_N[:-1]
             begins = torch.cat((torch.ones(1, dtype=torch.bool), is_new | ~is_long[:-1])) & is_long
             node = begins.cumsum(0) - 1
-            self.levels.append((above[begins], own[begins].long()))
+            self.levels.append((above[begins], bytes_N[begins].long()))
             self.node[lengths == level + 1] = node[lengths == level + 1] + first
             first, above = first + int(begins.sum()), node
 
@@ -60,8 +60,8 @@ class Tokens:
         for parent, byte in self.levels:
             key = above[parent] * C + class_B[byte]
             is_dead = (above[parent] < 0) | is_dead_C[class_B[byte]]
-            keys, place = key[~is_dead].unique(return_inverse=True)
-            above = torch.full_like(key, -1).masked_scatter_(~is_dead, place)
+            keys, index = key[~is_dead].unique(return_inverse=True)
+            above = torch.full_like(key, -1).masked_scatter_(~is_dead, index)
             levels.append((keys // C, first_C[keys % C]))
             node_of.append(torch.where(is_dead, -1, above + seen))
             seen += len(keys)
@@ -117,20 +117,20 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     to_byte = _byte_level_alphabet() if is_byte_level else {}
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
-    found = [b""] * len(tokenizer)
+    texts = [b""] * len(tokenizer)
     for token, id in tokenizer.get_vocab().items():
-        if id in special or id >= len(found):
+        if id in special or id >= len(texts):
             continue
         byte = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
         if byte is not None:
-            found[id] = bytes([int(byte[1], 16)])
+            texts[id] = bytes([int(byte[1], 16)])
         elif is_byte_level and all(character in to_byte for character in token):
-            found[id] = bytes(to_byte[character] for character in token)
+            texts[id] = bytes(to_byte[character] for character in token)
         else:
             for old, new in replaced:
                 token = token.replace(old, new)
-            found[id] = token.encode("utf-8", "surrogatepass")
-    return found
+            texts[id] = token.encode("utf-8", "surrogatepass")
+    return texts
 
 
 def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -155,4 +155,4 @@ def _byte_level_alphabet() -> dict[str, int]:
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -21,15 +21,15 @@ def distinct_texts(texts: ByteAutomaton, beginnings: int) -> list[ByteAutomaton]
     """
     if beginnings:
         size = -(-len(LETTERS) // beginnings)
-        parts = [f"[{LETTERS[at : at + size]}].*" for at in range(0, len(LETTERS), size)]
+        parts = [f"[{LETTERS[index : index + size]}].*" for index in range(0, len(LETTERS), size)]
         parts.append(f"(?:[^{LETTERS}].*)?")
     else:
         parts = [f"-{digit}[0-9]*" for digit in range(9, 0, -1)] + _WHOLE
         parts = [rf"(?:{part})(?:\.[0-9]+)?" for part in parts]
-    found = []
+    automata = []
     for part in parts:
         try:
-            found.append(texts.both(expression_automaton(part)))
+            automata.append(texts.both(expression_automaton(part)))
         except NoText:
             continue
-    return found
+    return automata

@@ -57,7 +57,7 @@ ROUNDS: dict[type[Strategy], type[Round]] = {
 def round_of(strategy: Strategy, is_seeded: bool = False) -> type[Round]:
     """Return the round class for a strategy; is_seeded: as in `SamplingSettings`."""
     canvases = SeededRound if is_seeded else CanvasRound
-    return next((its for kind, its in ROUNDS.items() if isinstance(strategy, kind)), canvases)
+    return next((round_class for kind, round_class in ROUNDS.items() if isinstance(strategy, kind)), canvases)
 
 
 class Proposer(Protocol):

@@ -148,7 +148,7 @@ class CanvasBatch:
         """
         rounds = cast("list[CanvasRound]", [row.round for row in rows])
         each = zip(rounds, rows, strict=True)
-        running = [its.running(row, now, self.settings, self.model.device) for its, row in each]
+        running = [round_.running(row, now, self.settings, self.model.device) for round_, row in each]
         if has_changed := running != self._running:
             self._arrange(running)
         if not self.canvases:
@@ -199,14 +199,14 @@ class CanvasBatch:
         # a captured step treats canvases of padding as it does others
         return StepCall(count, padded, (), groups, controls, [self._captured[0]] * count, has_signal)
 
-    def _temperatures(self, place: int, step: int) -> list[float]:
+    def _temperatures(self, index: int, step: int) -> list[float]:
         """Return the temperatures of a canvas in the group of STEPS_AHEAD steps that contains `step`."""
         first = step - step % STEPS_AHEAD
-        return [self._shape(place, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
+        return [self._shape(index, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
 
-    def _shape(self, place: int, step: int) -> Shape:
+    def _shape(self, index: int, step: int) -> Shape:
         """Return the shape of a canvas's step; steps after the last one have the last one's shape."""
-        sequence, shapes = self.canvases[place].sequence, self._shapes_B[place]
+        sequence, shapes = self.canvases[index].sequence, self._shapes_B[index]
         step = min(step, sequence.max_steps - 1)
         while len(shapes) <= step:
             shapes.append(sequence.strategy.shape(len(shapes), sequence.max_steps))
@@ -232,13 +232,13 @@ class CanvasBatch:
     def _record(self, steps: abc.Sequence[int], tokens_BL: Tensor, stats: Stats, decision: Decision) -> None:
         """Add the step to the events of each watched sequence; a step repeated after a preemption is recorded once."""
         watched = {}
-        for place, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
+        for index, (canvas, step) in enumerate(zip(self.canvases, steps, strict=True)):
             sequence, number = canvas.sequence, canvas.number
             if sequence.is_watched and (number, step) > canvas.round.recorded:
                 canvas.round.recorded = number, step
-                temperature = self._shape(place, step).temperature
-                watched[place] = len(sequence.tail), (sequence.id, number, step, temperature)
+                temperature = self._shape(index, step).temperature
+                watched[index] = len(sequence.tail), (sequence.id, number, step, temperature)
         records = step_records(watched, tokens_BL, stats, decision, self._step.pinned_BL[: len(tokens_BL)])
-        for place, record in zip(watched, records, strict=True):
-            sequence = self.canvases[place].sequence
+        for index, record in zip(watched, records, strict=True):
+            sequence = self.canvases[index].sequence
             sequence.events.append((sequence, record))

@@ -108,9 +108,9 @@ class CanvasRound(Round):
         if not canvas.is_finite:
             sequence.error = f"{NOT_FINITE} (canvas {canvas.number + 1}, step {canvas.first_step + canvas.steps})"
         elif outside := [token for token in tokens if not 0 <= token < settings.vocab_size]:
-            given = f"token {outside[0]} in final_BL, which is none of the model's {settings.vocab_size}"
+            mistake = f"token {outside[0]} in final_BL, which is none of the model's {settings.vocab_size}"
             named = f"strategy {type(sequence.strategy).__name__}"
-            sequence.error = f"{named}: decide() gave {given}; change it (docs/extending.md)"
+            sequence.error = f"{named}: decide() gave {mistake}; change it (docs/extending.md)"
         else:
             self.canvas = None
             self.take(canvas, tokens, pages, settings)

@@ -82,12 +82,12 @@ class NextTokenRound(Round):
     def settle(self, sequence: Sequence, verification: Verification, pages: Pages, settings: SamplingSettings) -> None:
         """Commit the accepted tokens of the block and the head's own token after them."""
         self.retract(sequence)
-        accepted, own = verification.accepted, verification.own
-        assert own is not None
+        accepted, token = verification.accepted, verification.own
+        assert token is not None
         encoded_end = len(sequence.token_ids) + accepted
         self.note(verification)
-        kept = sequence.commit([*verification.draft[:accepted], own], 1, settings)
-        self._count_places(verification, len(verification.draft) if sequence.finish_reason is None else kept)
+        count = sequence.commit([*verification.draft[:accepted], token], 1, settings)
+        self._count_places(verification, len(verification.draft) if sequence.finish_reason is None else count)
         accept(sequence, encoded_end, pages)
 
     def note(self, verification: Verification) -> None:
@@ -98,9 +98,9 @@ class NextTokenRound(Round):
 
     def _count_places(self, verification: Verification, count: int) -> None:
         """Count the first `count` drafted tokens of a block, and the accepted ones among them, in `places`."""
-        for place in range(count)[: len(verification.draft)]:
-            drafted, accepted = self.places[place] if place < len(self.places) else (0, 0)
-            self.places[place : place + 1] = [(drafted + 1, accepted + (place < verification.accepted))]
+        for index in range(count)[: len(verification.draft)]:
+            drafted, accepted = self.places[index] if index < len(self.places) else (0, 0)
+            self.places[index : index + 1] = [(drafted + 1, accepted + (index < verification.accepted))]
 
 
 class BlockBatch:
@@ -123,15 +123,15 @@ class BlockBatch:
 
     def propose(self, rows: abc.Sequence[Sequence], now: int) -> list[RunningCanvas]:
         """Append a proposal, which may be empty, to each row; returns no canvases."""
-        asked = list[tuple["Sequence", int]]()
+        pairs = list[tuple["Sequence", int]]()
         for each in rows:
             assert isinstance(each.round, NextTokenRound)
             if (count := min(each.round.reach, each.max_tokens - len(each.tokens) - 1)) > 0:
-                asked.append((each, count))
+                pairs.append((each, count))
             else:
                 each.round.propose(each, Proposal())
-        likeliest = self._likeliest([each for each, _ in asked], max(count for _, count in asked)) if asked else []
-        for (each, count), tokens in zip(asked, likeliest, strict=True):
+        likeliest = self._likeliest([each for each, _ in pairs], max(count for _, count in pairs)) if pairs else []
+        for (each, count), tokens in zip(pairs, likeliest, strict=True):
             tokens = tokens[:count]
             each.round.propose(each, Proposal(tokens if each.control is None else each.control.possible(tokens)))
             each.calls["draft"] += 1
@@ -142,16 +142,16 @@ class BlockBatch:
         steps = self._steps
         rows = [each.paged for each in sequences if each.paged is not None]
         rows += [self.pages.empty] * self.graphs.padding(len(rows))
-        key, of = steps.load(rows), slice(len(rows))
+        key, span = steps.load(rows), slice(len(rows))
         self._anchor_B[: len(sequences)] = torch.tensor([each.token_ids[-1] for each in sequences])
 
         def draft() -> None:
-            self._drafted_BK[of, :count] = self._draft(self._anchor_B[of], count, steps.denoise)
+            self._drafted_BK[span, :count] = self._draft(self._anchor_B[span], count, steps.denoise)
 
         if all(each.may_capture for each in sequences):
             self.graphs.run((len(rows), count, key), draft)
         else:
             draft()
         self.denoised += len(rows)
-        found: list[list[int]] = self._drafted_BK[: len(sequences), :count].tolist()
-        return found
+        tokens: list[list[int]] = self._drafted_BK[: len(sequences), :count].tolist()
+        return tokens

@@ -47,8 +47,8 @@ class SeededRound(CanvasRound):
         self.first = verification.own
         accept(sequence, len(sequence.token_ids), pages)
         if sequence.would_end([self.first], settings):
-            own, self.first = self.first, None
-            sequence.commit([own], 0, settings)
+            token, self.first = self.first, None
+            sequence.commit([token], 0, settings)
             score_end(sequence, pages.model)
 
     def control(self, sequence: Sequence, settings: SamplingSettings, device: torch.device) -> CanvasControl | None:

@@ -44,8 +44,8 @@ class Denoising:
         if not 0 <= self.t_min <= self.t_max < math.inf or self.t_max == 0:
             raise ValueError(f"t_min must be at least 0 and at most t_max, got {self.t_min} and {self.t_max}")
         if not (self.stability >= 0 and self.confidence >= 0):
-            given = f"{self.stability} and {self.confidence}"
-            raise ValueError(f"stability and confidence must be at least 0, got {given}")
+            values = f"{self.stability} and {self.confidence}"
+            raise ValueError(f"stability and confidence must be at least 0, got {values}")
         Shape(1.0, self.top_k, self.top_p, self.min_p)  # raises ValueError for bad filters
 
     def shape(self, step: int, steps: int) -> Shape:

@@ -92,11 +92,11 @@ NAMES: Mapping[str, Named] = {
 
 def text_keys(made: type[Any]) -> dict[str, TextKey]:
     """Return the keys of a dataclass's annotated fields, by name."""
-    hints, found = get_type_hints(made, include_extras=True), {}
+    hints, keys = get_type_hints(made, include_extras=True), {}
     for each in fields(made):
         for key in getattr(hints[each.name], "__metadata__", ()):
-            found[each.name] = TextKey(get_args(hints[each.name])[0], each.default, key)
-    return found
+            keys[each.name] = TextKey(get_args(hints[each.name])[0], each.default, key)
+    return keys
 
 
 def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
@@ -121,17 +121,17 @@ def parse_strategy(text: str, generation: Generation | None = None) -> Strategy:
             values[key] = keys[key].read(word)
         except ValueError as error:
             raise RequestError(f"strategy {name}: {key} takes {error}, got {entry!r}") from None
-    values = {key: its.unsaid(generation) for key, its in keys.items()} | values
+    values = {key: text_key.unsaid(generation) for key, text_key in keys.items()} | values
 
-    def made(its: type[Any], *first: Any) -> Any:
-        return its(*first, **{key: values[key] for key in text_keys(its)})
+    def made(kind: type[Any], *first: Any) -> Any:
+        return kind(*first, **{key: values[key] for key in text_keys(kind)})
 
     strategy, part = NAMES[name].strategy, NAMES[name].part
     try:
-        found: Strategy = made(strategy) if part is None else made(strategy, made(part))
+        instance: Strategy = made(strategy) if part is None else made(strategy, made(part))
     except ValueError as error:
         raise RequestError(f"strategy {name}: {error}") from None
-    return replace(found, denoising=released(generation)) if isinstance(found, Verified) else found
+    return replace(instance, denoising=released(generation)) if isinstance(instance, Verified) else instance
 
 
 def as_strategy(given: Strategy | str | None, generation: Generation, denoises: bool = True) -> Strategy:
@@ -158,14 +158,14 @@ def strategies_table() -> str:
     """Return every name with its keys, their defaults and meanings, as lines of text."""
     lines = list[str]()
     for name, named in NAMES.items():
-        own = text_keys(named.part or named.strategy)
+        keys = text_keys(named.part or named.strategy)
         if issubclass(named.strategy, Denoising):
-            own = {key: its for key, its in own.items() if key not in text_keys(Denoising)}
-            lines += [f"{name}: {named.meaning}", *_lines(own)]
+            keys = {key: text_key for key, text_key in keys.items() if key not in text_keys(Denoising)}
+            lines += [f"{name}: {named.meaning}", *_lines(keys)]
         elif named.part:
             lines += [f"{name}: {named.meaning}", *_lines(text_keys(named.strategy)), "  and the keys of next_token"]
         else:
-            lines += [f"{name}: {named.meaning}", *_lines(own)]
+            lines += [f"{name}: {named.meaning}", *_lines(keys)]
     *others, last = (name for name, named in NAMES.items() if not issubclass(named.strategy, Denoising))
     return "\n".join([*lines, f"with any but {', '.join(others)} and {last}:", *_lines(text_keys(Denoising))])
 
@@ -191,11 +191,11 @@ def adjusted(strategy: Strategy, temperature: float | None = None, **filters: fl
     changes: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
     if temperature is None and not changes:
         return strategy
-    own = getattr(strategy, "adjusted", None)
-    if own is None:
+    method = getattr(strategy, "adjusted", None)
+    if method is None:
         raise RequestError(f"strategy {type(strategy).__name__} has no temperature and no filters that could be set")
     try:
-        found: Strategy = own(temperature, changes)
+        result: Strategy = method(temperature, changes)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    return found
+    return result
