@@ -29,8 +29,8 @@ def fingerprint(request: Request | Result, settings: Mapping[str, Any]) -> str:
         from blockdiff.data.image_file import image_bytes  # which imports torch
 
         images = [hashlib.blake2b(image_bytes(source)).hexdigest() for source in files]
-    said = repr((request, *images, sorted(settings.items())))
-    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+    text = repr((request, *images, sorted(settings.items())))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def training_row(request: Request | Result, result: Result) -> dict[str, Any] | None:
@@ -81,7 +81,7 @@ class Answers:
             return
         parts = [self.path, *sorted(self.path.parent.glob(f".{self.path.name}.part-*"))]
         if not overwrite:
-            places = {asked: place for place, asked in enumerate(self.asked)}
+            places = {digest: index for index, digest in enumerate(self.asked)}
             for part in parts:
                 for line in part.read_bytes().splitlines(keepends=True) if part.is_file() else ():
                     self._take(line, places)
@@ -96,7 +96,7 @@ class Answers:
             return
         try:
             record = json.loads(line)
-            place = places[record["asked"]]
+            index = places[record["asked"]]
         except (ValueError, TypeError, KeyError):
             if not is_whole:  # the process was killed while it wrote this line
                 return
@@ -105,12 +105,12 @@ class Answers:
                 "choose another place, or replace it with --overwrite"
             ) from None
         if record.get("finish_reason") != "error":
-            self.written[place] = line + b"\n"  # an editor may have left it out
+            self.written[index] = line + b"\n"  # an editor may have left it out
 
     @property
     def missing(self) -> list[int]:
         """The indices of the requests without an answer, ascending."""
-        return [place for place in range(len(self.asked)) if place not in self.written]
+        return [index for index in range(len(self.asked)) if index not in self.written]
 
     def write(self, place: int, result: Result) -> None:
         """Write the answer to one request: to a file at once, to stdout after the answers before it."""
@@ -136,9 +136,9 @@ class Answers:
 
     def flush(self) -> None:
         """Write to stdout the answers that still wait for earlier ones."""
-        for place in sorted(self.written) if self.path is None else ():
-            if place >= self._next:
-                sys.stdout.buffer.write(self.written[place])
+        for index in sorted(self.written) if self.path is None else ():
+            if index >= self._next:
+                sys.stdout.buffer.write(self.written[index])
 
     def close(self) -> None:
         """Close the file; if it has all answers, put them in the order of the requests."""
@@ -156,7 +156,7 @@ class Answers:
     def _rewrite(self) -> None:
         """Replace the file by the present answers, in the order of their requests, unless it is equal."""
         assert self.path is not None
-        lines = b"".join(self.written[place] for place in sorted(self.written))
+        lines = b"".join(self.written[index] for index in sorted(self.written))
         if not self.path.is_file() or lines != self.path.read_bytes():
             write_text(self.path, lines.decode("utf-8"))
 

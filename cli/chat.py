@@ -243,7 +243,7 @@ class Chat:
             raise RequestError(f"the message is too long by {too_many} tokens; shorten it or lower --max-new-tokens")
         dropped = 0
         while settings.excess(self._request(self.messages)) > 0:
-            later = [place for place, message in enumerate(self.messages) if place and message["role"] == "user"]
+            later = [index for index, message in enumerate(self.messages) if index and message["role"] == "user"]
             dropped += later[0]
             del self.messages[: later[0]]
         if dropped:

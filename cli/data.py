@@ -175,11 +175,11 @@ def tokenizer(
                 counts["characters"] += len(text)
                 yield text
 
-    made = byte_level_bpe(texts(), vocab_size)
+    bpe = byte_level_bpe(texts(), vocab_size)
     options.make_parent(output / "tokenizer.json")
-    write_tokenizer(made, output)
-    say_out(f"{len(made):,} tokens from {counted(counts['rows'], 'row')}, {counted(counts['characters'], 'character')}")
-    if len(made) < vocab_size:
+    write_tokenizer(bpe, output)
+    say_out(f"{len(bpe):,} tokens from {counted(counts['rows'], 'row')}, {counted(counts['characters'], 'character')}")
+    if len(bpe) < vocab_size:
         say_out(f"these texts give no more than that, fewer than the {vocab_size:,} of --vocab-size")
     say_out(f"written to {output}")
 

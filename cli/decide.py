@@ -74,14 +74,14 @@ def decide(
     quiet()
     sampler = opened.open(None)
     is_calibrated = not asked.uncalibrated
-    given: dict[str, Any] = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
+    settings: dict[str, Any] = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
     file = None if output is None else output.open("w", encoding="utf-8")
     write: Callable[[str], object] = say_out if file is None else (lambda line: file.write(line + "\n"))
     try:
-        for row in decide_rows(sampler, rows, asked.asking(steps), **given):
-            place = row[0].row
+        for row in decide_rows(sampler, rows, asked.asking(steps), **settings):
+            index = row[0].row
             answers = [each.answer.to_record() | each.answer.facts for each in row]
-            id = place + 1 if rows[place].id is None else rows[place].id
+            id = index + 1 if rows[index].id is None else rows[index].id
             write(json.dumps({"id": id, "answers": answers}, ensure_ascii=False))
     finally:
         if file is not None:
@@ -122,16 +122,16 @@ def print_report(report: dict[str, Any]) -> None:
     say_out("\n".join(decisions.lines(report)))
 
 
-def _keep(sampler: Sampler, found: dict[str, dict[str, Any]], directory: Path) -> None:
+def _keep(sampler: Sampler, fits: dict[str, dict[str, Any]], directory: Path) -> None:
     """Keep fitted temperatures in the model's directory and for this process, and print them."""
     from blockdiff.sampling.calibration import FEW, HIGHEST, LOWEST
 
-    for fit in found.values():
+    for fit in fits.values():
         temperature, count = fit["temperature"], fit["rows"]
         notes = [f"under {FEW} rows, which hold no temperature"] if count < FEW else []
         notes += ["at its bound: more rows are needed"] if temperature in (LOWEST, HIGHEST) else []
         words = f"{fit['of']}: temperature {temperature:.3f} from {count} answers, NLL {fit['before']:.4f}"
         say("; ".join([f"{words} to {fit['after']:.4f}", *notes]))
-    diffusion = replace(sampler.diffusion, calibration={**sampler.diffusion.calibration, **found})
+    diffusion = replace(sampler.diffusion, calibration={**sampler.diffusion.calibration, **fits})
     diffusion.save(directory)
     sampler.settings = replace(sampler.settings, diffusion=diffusion)

@@ -94,8 +94,8 @@ def evaluate(
         options.require_free(output, model, decisions, overwrite=overwrite)
         options.require_free(plot, overwrite=overwrite)
         options.make_parent(output)
-        given = dict(seed=sampling.seed, batch_size=batch_size, is_calibrated=not asking.uncalibrated)
-        report = judge(opened, decisions, calibrate, plot, given, asking.asking(sampling.steps))
+        decision_settings = dict(seed=sampling.seed, batch_size=batch_size, is_calibrated=not asking.uncalibrated)
+        report = judge(opened, decisions, calibrate, plot, decision_settings, asking.asking(sampling.steps))
         if not as_json:
             print_report(report)
         _write(report, output, as_json)
@@ -112,11 +112,11 @@ def evaluate(
     if is_of_harness:
         options.require_free(output, model, overwrite=overwrite)
         options.make_parent(output)
-        asked: dict[str, Any] = dict(seed=sampling.seed, steps=sampling.steps, max_gen_toks=sampling.max_new_tokens)
-        asked |= dict(
+        arguments: dict[str, Any] = dict(seed=sampling.seed, steps=sampling.steps, max_gen_toks=sampling.max_new_tokens)
+        arguments |= dict(
             batch_size=batch_size, chat=chat or (not raw and opened.asks_chat), limit=limit, thinking=thinking
         )
-        written = _by_harness(opened, sampling.strategy_for(opened), task, data, say, **asked)
+        written = _by_harness(opened, sampling.strategy_for(opened), task, data, say, **arguments)
         _write(written, output, as_json)
         return
     if task not in TASKS and ":" not in task:
@@ -153,8 +153,8 @@ def evaluate(
     settings |= dict(max_steps=sampling.steps, max_new_tokens=sampling.max_new_tokens)
     settings |= dict(allow_control_tokens=allow_control_tokens) | ({} if mesh is None else {"ranks": mesh.ranks})
     reports = [
-        _report(each, chosen, mesh, own, task, data, settings)
-        for each, chosen, own in zip(models, strategies, rows_of_models, strict=True)
+        _report(each, chosen, mesh, model_rows, task, data, settings)
+        for each, chosen, model_rows in zip(models, strategies, rows_of_models, strict=True)
     ]
     if compare is None:
         [written] = reports
@@ -240,7 +240,7 @@ def _by_harness(
     say: Say,
     chat: bool,
     limit: int | None,
-    **asked: Any,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Run tasks of lm-evaluation-harness, print its table and what the texts cost; return the content of the JSON."""
     try:
@@ -256,21 +256,23 @@ def _by_harness(
     quiet()
     sampler = opened.open(strategy)
     started = time.perf_counter()
-    found = harness.evaluate(sampler, task.removeprefix(HARNESS).split(","), directory, chat=chat, limit=limit, **asked)
+    report = harness.evaluate(
+        sampler, task.removeprefix(HARNESS).split(","), directory, chat=chat, limit=limit, **arguments
+    )
     seconds = time.perf_counter() - started
-    for name, results in found["results"].items():
+    for name, results in report["results"].items():
         for metric, figure in results.items():
             if isinstance(figure, float) and not metric.partition(",")[0].endswith("_stderr"):
                 say(f"{name}  {metric.removesuffix(',none')}  {figure:.4f}")
-    costs = found["costs"]
+    costs = report["costs"]
     if costs is not None:
-        say("\n".join(cost_lines({**costs, "max_steps": asked["steps"] or sampler.generation.max_steps})))
+        say("\n".join(cost_lines({**costs, "max_steps": arguments["steps"] or sampler.generation.max_steps})))
     say(f"time  {seconds:.1f} s")
     settings = settings_record(sampler)
     settings["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
-    kept: dict[str, Any] = {name: found.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
+    parts: dict[str, Any] = {name: report.get(name) for name in ("results", "costs", "samples", "configs", "n-shot")}
     about = {"model": opened.place, "task": task, "data": directory, "settings": settings, "seconds": seconds}
-    return {**about, **asked, **kept}
+    return {**about, **arguments, **parts}
 
 
 def _asked(rows: list[Row], is_chat: bool, system: str | None, thinking: bool) -> list[Row]:

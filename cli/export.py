@@ -48,7 +48,7 @@ def export(
         raise typer.BadParameter("adapters are never in fewer bits; leave one of the two out", param_hint="--quantize")
     if peft and merge_into is not None:
         raise typer.BadParameter("--peft merges nothing; leave one of the two out", param_hint="--merge-into")
-    how = {"peft": peft, "base": base, "dtype": dtype, "quantize": quantize, "merge_into": merge_into}
+    arguments = {"peft": peft, "base": base, "dtype": dtype, "quantize": quantize, "merge_into": merge_into}
     if push is not None:
         from blockdiff.checkpoint.push import require_hub_id
 
@@ -59,11 +59,11 @@ def export(
 
         if canvas_length is not None:
             raise typer.BadParameter("a run knows it; leave it out", param_hint="--canvas-length")
-        written = consolidate(Path(source), output, **how)
+        written = consolidate(Path(source), output, **arguments)
     else:
         from blockdiff.checkpoint import export as export_model
 
-        written = export_model(source, output, adapter, canvas_length=canvas_length, **how)
+        written = export_model(source, output, adapter, canvas_length=canvas_length, **arguments)
     what = "the adapter, in PEFT's format" if peft else "a checkpoint"
     say_out(f"{written}: {what}, {sum(file.stat().st_size for file in written.iterdir()):,} bytes")
     if push is not None:

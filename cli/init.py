@@ -71,12 +71,12 @@ def init(
         usage = "give PRESET DIR, --from MODEL DIR, or --drafter-for MODEL --output DIR"
         raise typer.BadParameter(usage, param_hint="PRESET DIR")
     of_canvases = {"--canvas-length": canvas_length, "--prefix": prefix}
-    given = [name for name, value in of_canvases.items() if value is not None]
-    if source is None and given:
-        raise typer.BadParameter("a preset has its own; only --from takes another", param_hint=given[0])
+    canvas_options = [name for name, value in of_canvases.items() if value is not None]
+    if source is None and canvas_options:
+        raise typer.BadParameter("a preset has its own; only --from takes another", param_hint=canvas_options[0])
     of_drafter = {"--layers": layers, "--block": block, "--mask-token": mask_token}
-    if drafter_for is None and (its := [name for name, value in of_drafter.items() if value is not None]):
-        raise typer.BadParameter("only --drafter-for takes it", param_hint=its[0])
+    if drafter_for is None and (drafter_options := [name for name, value in of_drafter.items() if value is not None]):
+        raise typer.BadParameter("only --drafter-for takes it", param_hint=drafter_options[0])
     layers, block = layers or 5, block or 16
     if source is None and add_tokens is not None:
         raise typer.BadParameter("it adds to the tokens of a model; name it with --from", param_hint="--add-tokens")
@@ -100,8 +100,8 @@ def init(
         require_as_written(source)
         config = checkpoint.read_config(source)
         if add_tokens is not None and config.denoises:
-            if given:
-                raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint=given[0])
+            if canvas_options:
+                raise typer.BadParameter(f"{source} has canvases already; leave it out", param_hint=canvas_options[0])
             model, origin = checkpoint.load(source, dtype or "auto"), f"from {source}"
         else:
             model = checkpoint.convert(source, canvas_length or 256, seed, dtype or "auto", prefix=prefix or "causal")

@@ -32,11 +32,11 @@ def inspect(
     if not is_recipe:
         from blockdiff.cli.inspect_model import show_model
 
-        found = show_model(target, show)
+        summary = show_model(target, show)
     else:
         from blockdiff.cli.inspect_recipe import show_recipe
         from blockdiff.training.recipe_files import read_recipe
 
-        found = show_recipe(read_recipe(target, set_ or ()), show, step, rows)
+        summary = show_recipe(read_recipe(target, set_ or ()), show, step, rows)
     if as_json:
-        say_out(json.dumps(found, indent=1))
+        say_out(json.dumps(summary, indent=1))

@@ -38,8 +38,8 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
         if model.parameters_of("router"):
             show.line("frozen    as fine-tuning does by default: the routers, which train only from random weights")
     else:
-        found = checkpoint.read_adapter(adapter, model)
-        adapt(model, found.modules, found.tokens)
+        contents = checkpoint.read_adapter(adapter, model)
+        adapt(model, contents.modules, contents.tokens)
         shape = show_shape(model, f"{target}, an adapter of {adapted_checkpoint(adapter)}", show)
         show.line("frozen    all but the adapter")
     tensors = _headers(directory, target if adapter is None else adapted_checkpoint(adapter))
@@ -49,9 +49,9 @@ def show_model(target: str, show: Progress) -> dict[str, Any]:
     images = [size for name, size in sizes.items() if names.is_carried(name) and not names.is_carried(name, True)]
     dtypes = ", ".join(sorted({dtype for _, dtype in tensors.values()}))
     matrices = Counter(
-        place.form.name
-        for place in joined({name: Stored(directory, *each, 0) for name, each in tensors.items()}).values()
-        if isinstance(place, Quantised) and place.form is not None
+        tensor.form.name
+        for tensor in joined({name: Stored(directory, *each, 0) for name, each in tensors.items()}).values()
+        if isinstance(tensor, Quantised) and tensor.form is not None
     )
     forms = "".join(f", {count:,} matrices of them in {form}" for form, count in matrices.items())
     show.line(f"stored    {len(tensors):,} tensors as {dtypes}{forms}")
@@ -121,7 +121,7 @@ def _headers(directory: Path, target: str) -> dict[str, tuple[tuple[int, ...], s
     Raises CheckpointError if the Hub does not list the tensors.
     """
     if Path(target).expanduser().is_dir():
-        return {name: (place.shape, place.dtype) for name, place in stored_tensors(directory).items()}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in stored_tensors(directory).items()}
     from huggingface_hub import get_safetensors_metadata
 
     try:

@@ -56,7 +56,7 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     Returns the same as JSON values. Raises the errors that training raises before it reads weights, and
     typer.BadParameter if the run has fewer than `step` steps.
     """
-    recipe, said = decided(recipe)
+    recipe, note = decided(recipe)
     refuse(recipe)
     kind = kind_of(recipe)
     base = kind.start(recipe)
@@ -68,8 +68,8 @@ def show_recipe(recipe: Recipe, show: Progress, step: int, rows: int) -> dict[st
     data = kind.read_data(recipe, base, watch=show.reading)
     if step > data.steps:
         raise typer.BadParameter(f"{step} is past the end: the run has {data.steps} steps", param_hint="--step")
-    if said:
-        show.line(f"objective {said}")
+    if note:
+        show.line(f"objective {note}")
     for line in ("", *data.lines(), *(f"note      {each}" for each in without_effect(recipe, data.steps)), ""):
         show.line(line)
     if (sizes_and_lines := kind.show_step(recipe, data, step, rows)) is not None:
@@ -199,7 +199,7 @@ def image_text(reader: ImageReader, column: int, image: ExampleImage, where: str
         for y in range(0, height - 1, 2):
             text.append("\n  ")
             for x in range(width):
-                upper, lower = (pixels[3 * (at * width + x) :][:3].hex() for at in (y, y + 1))
+                upper, lower = (pixels[3 * (row * width + x) :][:3].hex() for row in (y, y + 1))
                 text.append("▀", style=f"#{upper} on #{lower}")
     return text
 
@@ -212,29 +212,29 @@ def row_texts(shown: Shown, row: int, words: Words) -> list[Text]:
     clean, canvases = Text("  "), []
     styles: dict[int, str] = {}
     for canvas in range(count):
-        at, colour = (row, canvas), CANVAS_COLOURS[canvas % len(CANVAS_COLOURS)]
-        start, pinned = int(batch.start_BC[at]), batch.is_pinned_BCL[at].tolist()
-        own = zip(batch.is_fill_BCL[at].tolist(), pinned, strict=True)
-        styles |= {start + place: colour for place, given in enumerate(own) if not any(given)}
-        scored, corrupted = int(batch.is_scored_BCL[at].sum()), int(shown.drawn.is_corrupted_BCL[at].sum())
-        fill = int((batch.is_scored_BCL[at] & batch.is_fill_BCL[at]).sum())
+        cell, colour = (row, canvas), CANVAS_COLOURS[canvas % len(CANVAS_COLOURS)]
+        start, pinned = int(batch.start_BC[cell]), batch.is_pinned_BCL[cell].tolist()
+        pairs = zip(batch.is_fill_BCL[cell].tolist(), pinned, strict=True)
+        styles |= {start + offset: colour for offset, pair in enumerate(pairs) if not any(pair)}
+        scored, corrupted = int(batch.is_scored_BCL[cell].sum()), int(shown.drawn.is_corrupted_BCL[cell].sum())
+        fill = int((batch.is_scored_BCL[cell] & batch.is_fill_BCL[cell]).sum())
         text = Text(
             f"  block at column {start}: {scored} scored\n  "
             if not shown.drawn.has_noise
-            else f"  canvas at column {start}: t {float(batch.t_BC[at]):.3f}, {scored} scored, {corrupted} corrupted, "
-            f"{fill} fill, {'with' if batch.coin_BC[at] else 'no'} signal\n  "
+            else f"  canvas at column {start}: t {float(batch.t_BC[cell]):.3f}, {scored} scored, "
+            f"{corrupted} corrupted, {fill} fill, {'with' if batch.coin_BC[cell] else 'no'} signal\n  "
         )
         marks = [
             colour
             + " reverse" * is_corrupted
             + (" underline" * is_fill + " bold" * is_pinned if shown.drawn.has_noise else "")
             for is_corrupted, is_fill, is_pinned in zip(
-                *(x[at].tolist() for x in (shown.drawn.is_corrupted_BCL, batch.is_fill_BCL, batch.is_pinned_BCL)),
+                *(x[cell].tolist() for x in (shown.drawn.is_corrupted_BCL, batch.is_fill_BCL, batch.is_pinned_BCL)),
                 strict=True,
             )
         ]
         # Tokens of one style are decoded together; a character across a kept and a corrupted token would be broken.
-        for style, group in groupby(zip(shown.drawn.noisy_BCL[at].tolist(), marks, strict=True), key=itemgetter(1)):
+        for style, group in groupby(zip(shown.drawn.noisy_BCL[cell].tolist(), marks, strict=True), key=itemgetter(1)):
             text.append("".join(words([token for token, _ in group])), style=style)
         canvases.append(text)
     hidden = {start + part for start, (image, _) in images.items() for part in range(image.tokens)}

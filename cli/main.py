@@ -82,8 +82,8 @@ def report(error: Exception) -> int:
     elif type(error).__name__ == "Abort":
         message = "stopped"
     elif isinstance(error, OSError) and error.strerror:
-        place = f"{error.filename}: " if error.filename else ""
-        message = f"{place}{error.strerror}{REMEDIES.get(error.errno or 0, '')}"
+        prefix = f"{error.filename}: " if error.filename else ""
+        message = f"{prefix}{error.strerror}{REMEDIES.get(error.errno or 0, '')}"
     else:
         message = f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
     say_error(message)

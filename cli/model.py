@@ -97,9 +97,9 @@ class ModelOptions:
         from blockdiff.checkpoint import read_config
         from blockdiff.models.family import NO_HEAD
 
-        found = next((name for name, is_asked in asked.items() if is_asked), None)
-        if found is not None and not read_config(self.files.weights).predicts_next_tokens:
-            raise typer.BadParameter(f"{NO_HEAD}; leave it out", param_hint=f"--{found.replace('_', '-')}")
+        option = next((name for name, is_asked in asked.items() if is_asked), None)
+        if option is not None and not read_config(self.files.weights).predicts_next_tokens:
+            raise typer.BadParameter(f"{NO_HEAD}; leave it out", param_hint=f"--{option.replace('_', '-')}")
 
     @property
     def identity(self) -> dict[str, str]:
@@ -251,9 +251,11 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         ]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        made = {name: kind(**{each: given.pop(each) for each in _defaults(kind)}) for name, kind in groups.items()}
-        command(**given, **made)
+    def run(**values: Any) -> None:
+        filled_groups = {
+            name: kind(**{each: values.pop(each) for each in _defaults(kind)}) for name, kind in groups.items()
+        }
+        command(**values, **filled_groups)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
@@ -274,6 +276,6 @@ def _hints(group: Any) -> dict[str, Any]:
 
 def _defaults(group: Any) -> dict[str, Any]:
     """Return the default of each field of a group that is an option; `Parameter.empty` if it has none."""
-    own = [each for each in fields(group) if group is not RequestOptions or OPTIONS[each.name].help]
+    members = [each for each in fields(group) if group is not RequestOptions or OPTIONS[each.name].help]
     of_parameters = {MISSING: inspect.Parameter.empty, (): None}  # typer's default for an empty list is None
-    return {each.name: of_parameters.get(each.default, each.default) for each in own}
+    return {each.name: of_parameters.get(each.default, each.default) for each in members}

@@ -47,10 +47,10 @@ def _device(value: str) -> str:
     return value
 
 
-def _seed(given: str | int) -> int:  # the default is an integer already
-    if not re.fullmatch(r"\d+", str(given)) or int(given) > MAX_SEED:
-        raise typer.BadParameter(f"{str(given)!r} is not an integer from 0 to 2^64 - 1")
-    return int(given)
+def _seed(value: str | int) -> int:  # the default is an integer already
+    if not re.fullmatch(r"\d+", str(value)) or int(value) > MAX_SEED:
+        raise typer.BadParameter(f"{str(value)!r} is not an integer from 0 to 2^64 - 1")
+    return int(value)
 
 
 def _help_of_strategies(value: str | None) -> str | None:
@@ -74,8 +74,10 @@ def flag(group: str | None, name: str, help: str) -> Any:
 
 def of_request(name: str) -> Any:
     """Return the option for a field of a request, from the table OPTIONS of `blockdiff.request_options`."""
-    its = OPTIONS[name]
-    return option(its.group, its.metavar, its.help, f"--{name.replace('_', '-')}", min=its.least, max=its.most)
+    entry = OPTIONS[name]
+    return option(
+        entry.group, entry.metavar, entry.help, f"--{name.replace('_', '-')}", min=entry.least, max=entry.most
+    )
 
 
 def given_type(name: str, kind: Any) -> Any:
@@ -83,13 +85,13 @@ def given_type(name: str, kind: Any) -> Any:
 
     A path is for a field whose value is in a file.
     """
-    its = OPTIONS[name]
-    return Path | None if its.is_file else list[str] | None if its.rule.kind is Sequence else kind
+    entry = OPTIONS[name]
+    return Path | None if entry.is_file else list[str] | None if entry.rule.kind is Sequence else kind
 
 
 def request_fields(given: RequestOptions) -> dict[str, Any]:
     """Return the fields of `Request` from options of the command, with the contents of files in place of paths."""
-    values = {name: getattr(given, name) for name, its in OPTIONS.items() if its.help}
+    values = {name: getattr(given, name) for name, entry in OPTIONS.items() if entry.help}
     for name, value in values.items():
         if OPTIONS[name].is_file:
             values[name] = read_text(value)
@@ -228,8 +230,8 @@ def require_free(path: Path | None, *inputs: str | Path | None, overwrite: bool 
         raise BlockdiffError(f"{path}: is a directory; name a file in it")
     if path is None or not path.is_file():  # /dev/stdout or a pipe can always be written to
         return
-    for found in (each for name in inputs if name is not None for each in matching(name)):
-        if found.resolve() in (path.resolve(), path.resolve().parent):
+    for file in (each for name in inputs if name is not None for each in matching(name)):
+        if file.resolve() in (path.resolve(), path.resolve().parent):
             raise BlockdiffError(f"{path}: is read by this command, so it is not written; choose another file")
     if not overwrite:
         raise BlockdiffError(f"{path}: is there already; choose another place, or replace it with --overwrite")

@@ -96,21 +96,27 @@ def _training(
     if image_tokens is not None and recipe.model.images == "none":
         raise typer.BadParameter("the recipe takes no images (model.images: none)", param_hint="--image-tokens")
     base = kind_of(recipe).planned_start(recipe)
-    asked: dict[str, Any] = {"ranks": gpus, "device": device, "tokens": tokens, "image_tokens": image_tokens}
-    made = plans.plan_training(recipe, base=base, **asked)
-    fits = None if limit is None else made.fits(limit)
-    report: dict[str, Any] = {"fits": fits, "limit": limit, "bytes": made.total, "parts": made.parts, "host": made.host}
+    arguments: dict[str, Any] = {"ranks": gpus, "device": device, "tokens": tokens, "image_tokens": image_tokens}
+    memory = plans.plan_training(recipe, base=base, **arguments)
+    fits = None if limit is None else memory.fits(limit)
+    report: dict[str, Any] = {
+        "fits": fits,
+        "limit": limit,
+        "bytes": memory.total,
+        "parts": memory.parts,
+        "host": memory.host,
+    }
     sizes = ("rows", "tokens", "canvases", "image_tokens", "numbers", "trained")
-    report |= {name: getattr(made, name) for name in sizes}
-    lines = [*plans.lines(made, limit)]
+    report |= {name: getattr(memory, name) for name in sizes}
+    lines = [*plans.lines(memory, limit)]
     if limit is None or fits:
         return lines, report
-    lines.append(f"what breaks: {plans.breaking(made, limit)}")
-    found = what_fits(recipe, limit, base, **asked)
-    if found is None:
+    lines.append(f"what breaks: {plans.breaking(memory, limit)}")
+    solution = what_fits(recipe, limit, base, **arguments)
+    if solution is None:
         lines.append("no change of the recipe that is known here makes it fit; take more GPUs, or larger ones")
         return lines, report
-    changes, smaller = found
+    changes, smaller = solution
     words = " ".join(f"--set '{change}'" for change in changes)
     host = sum(smaller.host.values())
     on_host = f", and {plans.size(host)} on the host" if host else ""
@@ -140,18 +146,22 @@ def _sampling(
         raise CheckpointError(f"{target} is a drafter, which samples nothing alone; plan the recipe that trains it")
     if quantize is None and files.adapter is not None:
         quantize = form_below(files.adapter)
-    made = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)
+    memory = plan_sampling(config, device=device, quantize=quantize, adapter=files.adapter)
     lines = [
-        f"weights in {', '.join([*made.forms, 'bf16']):<16}{size(made.weights):>12}",
-        f"cache of 1,000 tokens      {size(made.cache):>12} a row",
-        f"a denoising step           {size(made.step[0]):>12}, and {size(made.step[1])} for each further row",
+        f"weights in {', '.join([*memory.forms, 'bf16']):<16}{size(memory.weights):>12}",
+        f"cache of 1,000 tokens      {size(memory.cache):>12} a row",
+        f"a denoising step           {size(memory.step[0]):>12}, and {size(memory.step[1])} for each further row",
     ]
-    if made.images:
-        lines.insert(1, f"weights of the image side  {size(made.images):>12}, from the first image on")
-    report: dict[str, Any] = {"fits": None, "limit": limit, "weights": made.weights, "image_side": made.images}
-    report |= {"cache_of_1000_tokens": made.cache, "step_of_a_row": made.step[0], "step_of_a_further_row": made.step[1]}
+    if memory.images:
+        lines.insert(1, f"weights of the image side  {size(memory.images):>12}, from the first image on")
+    report: dict[str, Any] = {"fits": None, "limit": limit, "weights": memory.weights, "image_side": memory.images}
+    report |= {
+        "cache_of_1000_tokens": memory.cache,
+        "step_of_a_row": memory.step[0],
+        "step_of_a_further_row": memory.step[1],
+    }
     if limit is not None:
-        rows = made.rows(limit, tokens)
+        rows = memory.rows(limit, tokens)
         lines.append(
             f"rows of {tokens:,} tokens that fit into {size(limit)}, {size(spare(limit))} of it left free: {rows:,}"
         )

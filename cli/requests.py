@@ -88,14 +88,14 @@ def with_options(
     from blockdiff.sampling import Request
 
     defaults = Request(1)
-    found: list[Request | Result] = []
+    filled: list[Request | Result] = []
     for entry in entries:
         if isinstance(entry, Request):
             changes = {name: value for name, value in asked.items() if getattr(entry, name) == getattr(defaults, name)}
             entry = replace(entry, **changes)
             entry = entry if system is None else _with_system(entry, system)
-        found.append(entry)
-    return found
+        filled.append(entry)
+    return filled
 
 
 def _with_system(entry: Request, system: str) -> Request:
@@ -135,8 +135,8 @@ def drawn(entries: Sequence[Request | Result], count: int, seed: int) -> Iterato
         if count == 1 or not isinstance(entry, Request):
             yield Wanted(entry, entry.id)
             continue
-        own = child_seed(seed, entry.id) if entry.seed is None else entry.seed
-        yield Wanted(replace(entry, seed=own), entry.id, 0)
+        first_seed = child_seed(seed, entry.id) if entry.seed is None else entry.seed
+        yield Wanted(replace(entry, seed=first_seed), entry.id, 0)
         for draw in range(1, count):
-            again = replace(entry, id=f"{entry.id} draw {draw}", seed=child_seed(own, draw))
+            again = replace(entry, id=f"{entry.id} draw {draw}", seed=child_seed(first_seed, draw))
             yield Wanted(again, entry.id, draw)

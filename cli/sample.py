@@ -110,8 +110,8 @@ def sample(
     read = asked_requests(prompt, chat, prompts, image or ())
     if prompts is not None and not raw and opened.puts_into_chat(read):
         read = as_conversations(read)
-    wanted = list(drawn(with_options(read, fields, system), answers_per_prompt, sampling.seed))
-    entries = [each.entry for each in wanted]
+    draws = list(drawn(with_options(read, fields, system), answers_per_prompt, sampling.seed))
+    entries = [each.entry for each in draws]
 
     if mesh is not None and not mesh.ranks.is_main:
         output = trace = None
@@ -152,7 +152,7 @@ def sample(
     if stream:
         view = Watcher(sampler.tokenizer, several=gives_lines or max(answers_per_prompt, asked.best_of) > 1)
     results = sampler.stream(
-        [entries[place] for place in mine],
+        [entries[entry_index] for entry_index in mine],
         **numbers,
         batch_size=batch_size,
         on_canvas=_each(recorder and recorder.canvas, view and view.canvas),
@@ -174,13 +174,13 @@ def sample(
             ranks.at_own_pace("sampling") as look,
         ):
             for index, result in results:
-                place = mine[index]
+                entry_index = mine[index]
                 tally.add(result)
-                tally.counts["cut"] += result.finish_reason == "length" and has_no_length(entries[place])
+                tally.counts["cut"] += result.finish_reason == "length" and has_no_length(entries[entry_index])
                 if gives_lines:
-                    answers.write(place, wanted[place].named(result))
+                    answers.write(entry_index, draws[entry_index].named(result))
                 else:
-                    texts[place] = result
+                    texts[entry_index] = result
                 progress.add()
                 look()
     except KeyboardInterrupt:
@@ -209,8 +209,8 @@ def sample(
     if is_file:
         tally.say(answered_before, progress.seconds, sampling.steps or sampler.generation.max_steps)
     elif view is None or view.several:
-        for place in sorted(texts):
-            _say_answer(texts[place])
+        for entry_index in sorted(texts):
+            _say_answer(texts[entry_index])
     if sampling.max_new_tokens is None:
         note_one_canvas(tally.counts["cut"], sampler)
 
@@ -224,7 +224,7 @@ def _check_usage(
     trace: Path | None,
 ) -> None:
     """Raise typer.BadParameter for options that exclude each other, for no prompt, and for an unknown trace suffix."""
-    if sum(given is not None for given in (prompt, chat, prompts)) != 1:
+    if sum(source is not None for source in (prompt, chat, prompts)) != 1:
         raise typer.BadParameter("give exactly one of --prompt, --chat and --prompts", param_hint="--prompt")
     if image and prompts is not None:
         raise typer.BadParameter(
@@ -300,8 +300,8 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Seq
         from blockdiff.sampling import Request
 
         drawn = {trace.id for trace in traces}
-        asked = [entry for entry in entries if isinstance(entry, Request) and entry.id in drawn]
-        pictures = {entry.id: [image_bytes(source) for source in entry.sources] for entry in asked}
+        requests = [entry for entry in entries if isinstance(entry, Request) and entry.id in drawn]
+        pictures = {entry.id: [image_bytes(source) for source in entry.sources] for entry in requests}
         draw_page(traces, path, decode, title="How the text filled in", pictures=pictures)
     elif traces:
         from blockdiff.plots.picture import draw_picture
@@ -311,5 +311,5 @@ def _write_trace(path: Path, traces: list[Trace], sampler: Sampler, entries: Seq
 
 def _each(*listeners: Callable[[Any], object] | Any) -> Callable[[Any], object] | None:
     """Return a listener that calls all given ones; None if none is given, because reporting steps costs time."""
-    given = [listener for listener in listeners if listener]
-    return (lambda record: [listener(record) for listener in given]) if given else None
+    active = [listener for listener in listeners if listener]
+    return (lambda record: [listener(record) for listener in active]) if active else None

@@ -48,9 +48,9 @@ def serve(
         ) from None
     if no_key and api_key_file is not None:
         raise typer.BadParameter("--api-key-file asks for a key; leave one of the two out", param_hint="--no-key")
-    given = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows)
-    given |= {name: getattr(opened, name) for name in MODEL_KEYS}
-    settings = read_settings(config, given)
+    overrides = dict(host=host, port=port, api_key_file=api_key_file, max_rows=max_rows)
+    overrides |= {name: getattr(opened, name) for name in MODEL_KEYS}
+    settings = read_settings(config, overrides)
     access = settings.access()
     if not settings.is_local and not access.keys and not no_key:
         raise typer.BadParameter(

@@ -91,10 +91,10 @@ def launch(count: int, command: Sequence[str]) -> int:
         for rank in range(count):
             directory = Path(errors, str(rank))
             directory.mkdir()
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PIPE: str(reading)}
-            own["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), _PIPE: str(reading)}
+            variables["TORCHELASTIC_ERROR_FILE"] = str(directory / "error.json")
             # in its own session it gets a signal of the terminal only once, from `_ended`
-            process = subprocess.Popen(command, env=group | own, pass_fds=[reading], start_new_session=True)
+            process = subprocess.Popen(command, env=group | variables, pass_fds=[reading], start_new_session=True)
             processes.append(process)
         return _ended(processes)
 

@@ -134,8 +134,8 @@ async def respond(server: Server, http: HttpRequest, call: ApiCall) -> Response:
     measures: CallMetrics = http.state.measures
     measures.answers, measures.outcome = call.body.n, "left"
     if not call.body.stream:
-        found = await unless_left(http, _whole(server, call, measures, head))
-        return Response(status_code=LEFT) if found is None else JSONResponse(found)
+        content = await unless_left(http, _whole(server, call, measures, head))
+        return Response(status_code=LEFT) if content is None else JSONResponse(content)
     groups = _grouped(server, call, measures, head)
     first = await unless_left(http, anext(groups))  # before the response begins, so that a refusal has its status
     if first is None:
@@ -254,13 +254,13 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
 
     tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
     try:
-        left = len(tasks)
-        while left:
+        running = len(tasks)
+        while running:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:
-                left -= 1
+                running -= 1
             else:
                 yield item
     finally:
@@ -292,11 +292,11 @@ def usage_of(call: ApiCall, ends: Sequence[Delta]) -> Usage:
 
     ends: the last delta of each answer, in the order of the prompts, `n` for each.
     """
-    found = [end.result for end in ends if end.result is not None]
-    of_prompts = found[:: call.body.n]
-    prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in found)
+    results = [end.result for end in ends if end.result is not None]
+    of_prompts = results[:: call.body.n]
+    prompt, completion = sum(each.prompt_tokens for each in of_prompts), sum(len(each.tokens) for each in results)
     tokenizer = call.streams[0].settings.tokenizer
-    thoughts = [each.reasoning for each in found if each.reasoning]
+    thoughts = [each.reasoning for each in results if each.reasoning]
     reasoning = 0
     if tokenizer is not None:
         reasoning = sum(len(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in thoughts)
@@ -306,6 +306,6 @@ def usage_of(call: ApiCall, ends: Sequence[Delta]) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=CachedTokens(cached_tokens=sum(each.cached_tokens for each in of_prompts)),
         completion_tokens_details=ReasoningTokens(reasoning_tokens=reasoning),
-        denoising_steps=sum(sum(each.steps) for each in found),
-        forwards=sum(each.forwards.total for each in found),
+        denoising_steps=sum(sum(each.steps) for each in results),
+        forwards=sum(each.forwards.total for each in results),
     )

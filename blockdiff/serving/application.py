@@ -52,9 +52,9 @@ def app(
     if isinstance(model, AsyncEngine):
         engine = model
     else:
-        own = dict(prepare_seconds=limits.prepare_seconds, max_of_owner=limits.answers_each)
-        own |= dict(max_image_bytes=limits.images_bytes)
-        options = dict(max_prompt_tokens=limits.prompt_tokens) | own | options
+        bounds = dict(prepare_seconds=limits.prepare_seconds, max_of_owner=limits.answers_each)
+        bounds |= dict(max_image_bytes=limits.images_bytes)
+        options = dict(max_prompt_tokens=limits.prompt_tokens) | bounds | options
         engine = AsyncEngine(model, tokenizer, **options)
     server = Server(engine, names, limits)
 
@@ -63,15 +63,17 @@ def app(
         async with engine:
             yield
 
-    found = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
-    found.state.server = server
-    found.add_middleware(Guard, access=access, limits=limits, metrics=server.metrics)
+    application = FastAPI(title="blockdiff", version=__version__, lifespan=running, docs_url=None, redoc_url=None)
+    application.state.server = server
+    application.add_middleware(Guard, access=access, limits=limits, metrics=server.metrics)
     if access.origins:  # pages of these sites may read the answers, too
-        found.add_middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"])
-    found.add_exception_handler(HTTPException, _unknown)
+        application.add_middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    application.add_exception_handler(HTTPException, _unknown)
     for router in ROUTERS:
-        found.include_router(router(server))
-    return found
+        application.include_router(router(server))
+    return application
 
 
 async def _unknown(http: HttpRequest, error: Exception) -> JSONResponse:

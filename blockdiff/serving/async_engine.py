@@ -71,9 +71,9 @@ class Terms:
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
         """Raise TimedOut if the request's time is over before the block ends."""
-        left = None if self.seconds is None else self.arrived + self.seconds - time.monotonic()
+        seconds = None if self.seconds is None else self.arrived + self.seconds - time.monotonic()
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(seconds):
                 yield
         except TimeoutError:
             raise TimedOut(f"the answer took more than {self.seconds:g} s; ask for less, or later") from None
@@ -196,10 +196,10 @@ class AsyncEngine:
     ) -> Read:
         """Return the distributions of a template's holes after a prompt, as `Sampler.read`; raises as `generate`."""
         terms, readings = terms or Terms(), list[RunningRead]()
-        given = request, template, choices, *self.models[terms.adapter]
+        arguments = request, template, choices, *self.models[terms.adapter]
 
         def prepare() -> list[Sequence]:
-            readings.append(RunningRead.prepare(*given, steps=steps, draws=draws, seed=self.thread.seed))
+            readings.append(RunningRead.prepare(*arguments, steps=steps, draws=draws, seed=self.thread.seed))
             return readings[0].sequences
 
         await self._run(request, prepare, terms)

@@ -46,12 +46,12 @@ def parsed_body(content: bytes, kind: type[B], path: str) -> B:
     if sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES:  # also counts signs in texts; no prompt has so many
         raise Refused(f"the body has more than {MOST_VALUES:,} values; send fewer", 413, "body_too_large")
     try:
-        given = json.loads(content, parse_constant=_refuse_constant)
+        value = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise Refused(NO_OBJECT) from None
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         raise Refused(NO_OBJECT)
-    return checked_body(given, kind, path)
+    return checked_body(value, kind, path)
 
 
 def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
@@ -63,28 +63,28 @@ def checked_body(given: dict[str, Any], kind: type[B], path: str) -> B:
         return kind.model_validate(given)
     except ValidationError as error:
         first = _nearest(error.errors(include_url=False, include_input=False), given)
-    place = _place(first["loc"], given, first["type"] == "missing")
+    field = _place(first["loc"], given, first["type"] == "missing")
     words = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         words = f"is not a field of {path}; leave it out"
     elif first["type"] == "value_error":
-        place, _, words = words.partition(" ")
-        place = place.rstrip(":")
+        field, _, words = words.partition(" ")
+        field = field.rstrip(":")
     else:
         words = f"{words[:1].lower()}{words[1:]}"
-    raise Refused(f"{place}: {words}" if place else words, param=place or None)
+    raise Refused(f"{field}: {words}" if field else words, param=field or None)
 
 
-def _nearest(errors: list[Any], given: dict[str, Any]) -> Any:
+def _nearest(errors: list[Any], body: dict[str, Any]) -> Any:
     """Choose the error to report of those that pydantic lists for the types of a field.
 
     It is the first. But if that says only that the value has another type, it is the first error inside the value,
     found where the value has a type that the field allows.
     """
-    place = _place(errors[0]["loc"], given, False)
+    field = _place(errors[0]["loc"], body, False)
     if errors[0]["type"].endswith("_type"):
         for each in errors:
-            if not each["type"].endswith("_type") and f"{_place(each['loc'], given, False)}.".startswith(f"{place}."):
+            if not each["type"].endswith("_type") and f"{_place(each['loc'], body, False)}.".startswith(f"{field}."):
                 return each
     return errors[0]
 

@@ -49,8 +49,8 @@ def router(server: Server) -> APIRouter:
     async def chat(http: HttpRequest) -> Response:
         body = await read_body(http, ChatRequest)
         terms = server.terms(http, body)
-        made = server.engine.prepared(partial(api_call, body, server, terms), kind_of(body.tool_choice), terms)
-        return await respond(server, http, await made)
+        call = server.engine.prepared(partial(api_call, body, server, terms), kind_of(body.tool_choice), terms)
+        return await respond(server, http, await call)
 
     return routes
 
@@ -120,8 +120,8 @@ def api_call(body: ChatRequest, server: Server, terms: Terms) -> ApiCall:
     except BadRow as error:
         raise Refused(str(error), param="tools") from None
     max_tokens = body.max_completion_tokens or body.max_tokens
-    asked = effort_fields(body.reasoning_effort, settings.tokenizer) | body.chat_template_kwargs
-    fields = common_fields(body, settings, limits, max_tokens) | template_fields(asked)
+    variables = effort_fields(body.reasoning_effort, settings.tokenizer) | body.chat_template_kwargs
+    fields = common_fields(body, settings, limits, max_tokens) | template_fields(variables)
     forced = None
     form = body.response_format
     if form is not None and form.type != "text":
@@ -177,13 +177,17 @@ def effort_fields(effort: str | None, tokenizer: Any) -> dict[str, Any]:
         return {}
     template = None if tokenizer is None else own_template(tokenizer)
     thinks = effort not in ("none", "minimal")
-    said = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking_mode": "enabled" if thinks else "disabled"}
-    found = next((name for name in said if template and is_variable(name, template)), None)
-    if found is None and not thinks:
+    variables = {
+        "reasoning_effort": effort,
+        "enable_thinking": thinks,
+        "thinking_mode": "enabled" if thinks else "disabled",
+    }
+    variable = next((name for name in variables if template and is_variable(name, template)), None)
+    if variable is None and not thinks:
         return {}
-    if found is None:
+    if variable is None:
         raise Refused(f"reasoning_effort {effort!r:.60}: the chat template has no variable for it; leave it out")
-    return {found: said[found]}
+    return {variable: variables[variable]}
 
 
 def set_form(fields: dict[str, Any], **form: Any) -> None:

@@ -54,10 +54,10 @@ class ChunkFormat:
 
 def _written(answer: Answer) -> dict[str, Any]:
     """Return an answer as JSON values. Fields that are null are left out, except the ones that the protocol demands."""
-    found = answer.model_dump(exclude_none=True)
-    for choice in found["choices"]:
+    record = answer.model_dump(exclude_none=True)
+    for choice in record["choices"]:
         choice.setdefault("finish_reason", None)
         choice.setdefault("logprobs", None)
         if "message" in choice:
             choice["message"].setdefault("content", None)
-    return found
+    return record

@@ -94,12 +94,12 @@ def api_call(body: CompletionRequest, server: Server, terms: Terms) -> ApiCall:
     fields = common_fields(body, settings, limits, body.max_tokens)
     fields |= dict(tools=(), scores=body.logprobs is not None, scores_prompt=body.echo and body.logprobs is not None)
     streams, id = [], uuid.uuid4().hex
-    for place, each in enumerate(prompts):
-        given = {"prompt": each} if isinstance(each, str) else {"tokens": each}
+    for prompt_index, each in enumerate(prompts):
+        content = {"prompt": each} if isinstance(each, str) else {"tokens": each}
         for number in range(body.n):
-            index = place * body.n + number
+            index = prompt_index * body.n + number
             request = Request(
-                f"{id}-{index}", **given, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
+                f"{id}-{index}", **content, **fields, seed=seed_of(body, index), top_logprobs=body.logprobs or 0
             )
             streams.append(AnswerStream(settings, request, index, None if request.form else body.max_tokens))
     return ApiCall(body, streams, CompletionFormat(body.echo), terms)
@@ -132,8 +132,8 @@ def _bos(stream: AnswerStream) -> int | None:
 
 def _by_name(stream: AnswerStream, best: Sequence[tuple[int, float]]) -> dict[str, float]:
     """Return log-probabilities by token name. If two tokens have one name, the less likely is `token_id:N` instead."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for token, value in best:
         name = stream.name_of(token)
-        found[f"token_id:{token}" if name in found else name] = value
-    return found
+        values[f"token_id:{token}" if name in values else name] = value
+    return values

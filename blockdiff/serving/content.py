@@ -24,7 +24,7 @@ def served_messages(messages: Sequence[Mapping[str, Any]], limits: Limits) -> li
     fields, for parts of other types than `text` and `image_url`, for an image that is no data URI, and for too many
     images or pixels.
     """
-    served = _one_system([_message(message, f"messages[{place}]") for place, message in enumerate(messages)])
+    served = _one_system([_message(message, f"messages[{index}]") for index, message in enumerate(messages)])
     contents = (message["content"] for message in served if isinstance(message.get("content"), list))
     images = [part["image"] for content in contents for part in content if part["type"] == "image"]
     check_size("the images of messages", len(images), limits.images)
@@ -45,15 +45,15 @@ def pixels(file: bytes) -> int:
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
-    said = {key: value for key, value in message.items() if key not in READ_OVER}
-    given = {key: value for key, value in said.items() if value is not None or key == "content"}
-    if unknown := next((key for key in given if key not in FIELDS + EMPTY), None):
+    fields = {key: value for key, value in message.items() if key not in READ_OVER}
+    values = {key: value for key, value in fields.items() if value is not None or key == "content"}
+    if unknown := next((key for key in values if key not in FIELDS + EMPTY), None):
         raise RequestError(f"{name}.{unknown:.60} is not a field of a message; a message has role and content")
-    if "role" not in given:
+    if "role" not in values:
         raise RequestError(f"{name} has no role; add it")
-    if used := next((key for key in EMPTY if given.get(key)), None):
+    if used := next((key for key in EMPTY if values.get(key)), None):
         raise RequestError(f"{name}.{used} is not supported by this server; leave it out")
-    served = {key: value for key, value in given.items() if key in FIELDS}
+    served = {key: value for key, value in values.items() if key in FIELDS}
     if served.get("content") is None:  # messages with tool calls, and some front ends, leave it out
         served["content"] = ""
     content = served.get("content")
@@ -64,12 +64,12 @@ def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the texts of all system and developer messages into one system message, the first."""
-    said = [message for message in messages if message["role"] in ("system", "developer")]
-    if len(said) < 2 and said == messages[: len(said)]:
+    systems = [message for message in messages if message["role"] in ("system", "developer")]
+    if len(systems) < 2 and systems == messages[: len(systems)]:
         return messages
-    contents = [message["content"] for message in said]
+    contents = [message["content"] for message in systems]
     texts = [each if isinstance(each, str) else "".join(part["text"] for part in each) for each in contents]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *(each for each in messages if each not in said)]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *(each for each in messages if each not in systems)]
 
 
 def _part(part: Any, name: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class DecisionsRequest(DecisionBody):
         """Return the input as messages of a chat."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
-        return items_as_messages([_without_json(item, f"input[{place}]") for place, item in enumerate(self.input)])
+        return items_as_messages([_without_json(item, f"input[{index}]") for index, item in enumerate(self.input)])
 
 
 class SystemoneRequest(DecisionBody):
@@ -136,7 +136,7 @@ async def _answered(server: Server, http: HttpRequest, body: Any, written: Any) 
 
 
 def _prepared(body: Any, limits: Limits) -> tuple[list[Question], list[dict[str, Any]]]:
-    questions = [_with_images(question, f"questions[{place}]") for place, question in enumerate(body.asked())]
+    questions = [_with_images(question, f"questions[{index}]") for index, question in enumerate(body.asked())]
     messages = served_messages(body.messages(), limits)
     images = [image for question in questions for image in question.images]
     check_size("the images of questions", len(images), limits.images)
@@ -162,25 +162,25 @@ def _bytes(part: Mapping[str, Any], where: str) -> Any:
 
 def _without_json(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return an item of the input with JSON parts as text, and with calls of custom tools as function calls."""
-    found = {key: value for key, value in item.items() if key not in ("namespace", "phase")}
+    fields = {key: value for key, value in item.items() if key not in ("namespace", "phase")}
     kind = item.get("type")
     if kind == "custom_tool_call":
-        found |= {"type": "function_call", "arguments": json.dumps({"input": found.pop("input", "")})}
+        fields |= {"type": "function_call", "arguments": json.dumps({"input": fields.pop("input", "")})}
     elif kind == "custom_tool_call_output":
-        found["type"] = "function_call_output"
+        fields["type"] = "function_call_output"
     for key in ("content", "output"):
         if isinstance(parts := item.get(key), Sequence) and not isinstance(parts, str):
-            found[key] = [_part(part, f"{where}.{key}[{place}]") for place, part in enumerate(parts)]
-    return found
+            fields[key] = [_part(part, f"{where}.{key}[{index}]") for index, part in enumerate(parts)]
+    return fields
 
 
 def _part(part: Any, where: str) -> Any:
     if not isinstance(part, Mapping):
         return part
-    kept = {key: value for key, value in part.items() if key not in ("prompt_cache_breakpoint", "detail")}
+    fields = {key: value for key, value in part.items() if key not in ("prompt_cache_breakpoint", "detail")}
     if part.get("type") == "input_json":
         return {"type": "input_text", "text": json_text(part.get("data"), f"{where}.data")}
-    return kept
+    return fields
 
 
 def _openai(decided: Decided, model: str) -> dict[str, Any]:

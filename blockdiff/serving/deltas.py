@@ -95,7 +95,7 @@ class AnswerStream:
                 step=event.steps,
                 tokens=event.tokens,
                 texts=[self.text_of(token) for token in event.tokens],
-                is_kept=[place < event.kept for place in range(len(event.tokens))],
+                is_kept=[index < event.kept for index in range(len(event.tokens))],
                 is_committed=True,
             )
         )
@@ -142,30 +142,32 @@ class AnswerStream:
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of one token, perhaps a part of a character. For control tokens, the bytes of their text."""
         try:
-            found = token_bytes(self.settings.tokenizer)[token] if self.settings.tokenizer is not None else b""
+            content = token_bytes(self.settings.tokenizer)[token] if self.settings.tokenizer is not None else b""
         except (RequestError, IndexError):  # the decoder does more than join tokens, or has no such token
-            found = b""
-        return found or self.text_of(token).encode()
+            content = b""
+        return content or self.text_of(token).encode()
 
     def name_of(self, token: int) -> str:
         """Return the text of one token, or its bytes if they are no whole characters: "bytes:\\xe2\\x82"."""
-        found = self.bytes_of(token)
+        content = self.bytes_of(token)
         try:
-            return found.decode()
+            return content.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def _delta(self, parts: ParsedResponse) -> Delta:
-        calls, said = parts.tool_calls or [], self.said.tool_calls or []
+        calls, earlier_calls = parts.tool_calls or [], self.said.tool_calls or []
         calls = calls[: self.most_calls]
         delta = Delta(
             _new(parts.text, self.said.text),
             _new(parts.reasoning or "", self.said.reasoning or ""),
-            calls[len(said) :],
-            len(said),
+            calls[len(earlier_calls) :],
+            len(earlier_calls),
         )
         self.said = ParsedResponse(
-            self.said.text + delta.text, (self.said.reasoning or "") + delta.reasoning, calls if calls else said
+            self.said.text + delta.text,
+            (self.said.reasoning or "") + delta.reasoning,
+            calls if calls else earlier_calls,
         )
         return delta
 

@@ -255,13 +255,16 @@ class EngineThread:
 
     def _made(self) -> dict[str, Engine]:
         """Make a new engine for each model. All get equal shares of the memory for pages."""
-        made = {name: Engine(model, settings=own, **self._options) for name, (model, own) in self._models.items()}
-        if len(made) > 1:
-            for engine in made.values():
-                engine.pages.share = 1 / len(made)
-            tokens = {name or "the model": engine.capacity for name, engine in made.items()}  # before one takes memory
+        engines = {
+            name: Engine(model, settings=settings, **self._options) for name, (model, settings) in self._models.items()
+        }
+        if len(engines) > 1:
+            for engine in engines.values():
+                engine.pages.share = 1 / len(engines)
+            # before one takes memory
+            tokens = {name or "the model": engine.capacity for name, engine in engines.items()}
             LOG.info("tokens that pages have room for: %s", tokens)
-        return made
+        return engines
 
     def _working(self, adapter: str) -> Engine:
         if not self._engines:

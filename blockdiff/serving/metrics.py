@@ -86,9 +86,9 @@ class Metrics:
             self.steps.observe(steps)
         for kind, calls in result.forwards.by_kind.items():
             self.forwards.labels(kind).inc(calls)
-        for place, (drafted, stood) in enumerate(result.places, 1):
-            self.drafted.labels(place, "accepted").inc(stood)
-            self.drafted.labels(place, "rejected").inc(drafted - stood)
+        for position, (drafted, stood) in enumerate(result.places, 1):
+            self.drafted.labels(position, "accepted").inc(stood)
+            self.drafted.labels(position, "rejected").inc(drafted - stood)
 
 
 def _load(engine: Engine) -> Load:

@@ -36,8 +36,8 @@ def router(server: Server) -> APIRouter:
     @routes.api_route("/ready", methods=LOOKS)
     async def ready() -> Response:
         reason = obstacle(server) or await _obstacle_to_threads()
-        found = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
-        return JSONResponse(found, 200 if reason is None else 503)
+        body = {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
+        return JSONResponse(body, 200 if reason is None else 503)
 
     @routes.get("/metrics")
     async def metrics() -> Response:

@@ -40,8 +40,8 @@ def page_of(model: str, is_chat: bool) -> tuple[str, str]:
     is_chat: prompts are messages of a chat by default, else raw texts; the reader can choose.
     """
     folder = files("blockdiff.serving")
-    own = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}
-    style, script = part("denoising.css") + own["css"], part("player.js") + own["js"]
+    sources = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")}
+    style, script = part("denoising.css") + sources["css"], part("player.js") + sources["js"]
     values = {
         "title": html.escape(printable(model)),
         "path": "chat/completions" if is_chat else "completions",
@@ -54,7 +54,7 @@ def page_of(model: str, is_chat: bool) -> tuple[str, str]:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return filled(own["html"], values), policy
+    return filled(sources["html"], values), policy
 
 
 def _digest(text: str) -> str:

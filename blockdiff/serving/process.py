@@ -42,14 +42,14 @@ def listener(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises BlockdiffError if the address is taken or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)  # now: two sockets may be bound to one address, but only one of them can listen
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)  # now: two sockets may be bound to one address, but only one of them can listen
     except OSError as error:
         words = f"cannot be listened on ({error.strerror}); choose another --port or --host"
         raise BlockdiffError(f"{host}:{port}: {words}") from None
-    return found
+    return listening
 
 
 def log_to_stderr() -> None:

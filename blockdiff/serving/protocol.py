@@ -56,13 +56,13 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _first_unknown(cls, given: Any) -> Any:
+    def _first_unknown(cls, body: Any) -> Any:
         """Drop all unknown fields except the first, for which pydantic reports the error."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(body, dict):
+            return body
         names = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in given if name not in names), None)
-        return {name: value for name, value in given.items() if name in names or name == unknown}
+        unknown = next((name for name in body if name not in names), None)
+        return {name: value for name, value in body.items() if name in names or name == unknown}
 
 
 class StreamOptions(Body):
@@ -116,12 +116,12 @@ class SampledBody(ServedOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, given: Any) -> Any:
+    def _without_neutral(cls, body: Any) -> Any:
         """Drop nulls, fields that change no answer, and neutral values. Raises ValueError for unsupported values."""
-        if not isinstance(given, dict):
-            return given
-        kept = {}
-        for name, value in given.items():
+        if not isinstance(body, dict):
+            return body
+        fields = {}
+        for name, value in body.items():
             if value is None or (name in INERT and name not in cls.model_fields):
                 continue
             if name in cls.neutral and name not in cls.model_fields:
@@ -129,8 +129,8 @@ class SampledBody(ServedOptions):
                     continue
                 instead = f"; use {INSTEAD[name]}" if name in INSTEAD else "; leave it out"
                 raise ValueError(f"{name} {value!r:.60} is not supported by this server{instead}")
-            kept[name] = value
-        return kept
+            fields[name] = value
+        return fields
 
     @property
     def stops(self) -> tuple[str, ...]:

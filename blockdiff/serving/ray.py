@@ -59,10 +59,10 @@ class Replica:
 
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
         """Yield the ASGI messages of the answer to a request. Ray cancels this call when the client leaves."""
-        given, messages = [body], asyncio.Queue[Message | None]()
+        bodies, messages = [body], asyncio.Queue[Message | None]()
 
         async def receive() -> Message:
-            return {"type": "http.request", "body": given.pop()} if given else await asyncio.Future()
+            return {"type": "http.request", "body": bodies.pop()} if bodies else await asyncio.Future()
 
         work = asyncio.create_task(self._app(scope, receive, messages.put))
         work.add_done_callback(lambda _: messages.put_nowait(None))
@@ -95,8 +95,8 @@ class Front:
         for _ in range(TRIES):
             held = list[Message]()
             try:
-                sent = {name: scope[name] for name in SENT} | {"client": (scope["state"]["owner"], 0)}  # for turns
-                async for message in self._replicas.answer.remote(sent, body):
+                fields = {name: scope[name] for name in SENT} | {"client": (scope["state"]["owner"], 0)}  # for turns
+                async for message in self._replicas.answer.remote(fields, body):
                     held.append(message)
                     while held and message["type"] != "http.response.start":
                         has_begun = True
@@ -120,10 +120,10 @@ def at_its_address(given: Settings) -> Settings:
 
     Raises BlockdiffError if other machines reach that host and no key is needed.
     """
-    found = given.model_copy(update={"host": _get_global_client().http_config.host})
-    if not (found.is_local or found.access().keys):
-        raise BlockdiffError(f"Ray's http_options let other machines ask on {found.host}; give api_key_file in args")
-    return found
+    settings = given.model_copy(update={"host": _get_global_client().http_config.host})
+    if not (settings.is_local or settings.access().keys):
+        raise BlockdiffError(f"Ray's http_options let other machines ask on {settings.host}; give api_key_file in args")
+    return settings
 
 
 def build(given: Settings) -> serve.Application:

@@ -47,13 +47,13 @@ def router(server: Server) -> APIRouter:
         measures = http.state.measures
         measures.outcome = "left"
         work = server.engine.read(request, body.template, body.choices, body.steps, body.draws, terms)
-        found = await unless_left(http, work)
-        if found is None:
+        reading = await unless_left(http, work)
+        if reading is None:
             return Response(status_code=LEFT)
         measures.outcome = "read"
         holes = {
-            name: {"probabilities": found.probabilities[name], "spread": found.spread[name]}
-            for name in found.probabilities
+            name: {"probabilities": reading.probabilities[name], "spread": reading.spread[name]}
+            for name in reading.probabilities
         }
         head = {"object": "read", "created": int(time.time()), "model": body.model or server.names[0]}
         return JSONResponse({**head, "holes": holes})

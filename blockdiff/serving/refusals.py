@@ -51,8 +51,8 @@ def error_body(error: Exception, id: str | None = None) -> tuple[int, dict[str, 
             error.detail,
         )
     kind = "server_error" if status >= 500 else KINDS.get(status, "invalid_request_error")
-    found = {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}
-    return status, {"error": found | ({} if id is None else {"request_id": id})}
+    fields = {"message": message, "type": kind, "param": getattr(error, "param", None), "code": code}
+    return status, {"error": fields | ({} if id is None else {"request_id": id})}
 
 
 def error_response(error: Exception, id: str | None = None) -> JSONResponse:

@@ -67,17 +67,17 @@ def router(server: Server) -> APIRouter:
     async def create(http: HttpRequest) -> Response:
         body = await read_body(http, ResponsesRequest)
         terms = server.terms(http, body)
-        made = server.engine.prepared(partial(api_call, body, server, terms), chat.kind_of(body.tool_choice), terms)
-        return await respond(server, http, await made)
+        call = server.engine.prepared(partial(api_call, body, server, terms), chat.kind_of(body.tool_choice), terms)
+        return await respond(server, http, await call)
 
     return routes
 
 
 def api_call(body: ResponsesRequest, server: Server, terms: Terms) -> ApiCall:
     """Map a body to the request of the equal chat, answered in this form. Empties `body.input`; raises as the chat."""
-    asked = as_chat(body)
+    chat_body = as_chat(body)
     body.input = ""  # else images are held twice while the answer runs
-    return replace(chat.api_call(asked, server, terms), format=ResponseFormat(body))
+    return replace(chat.api_call(chat_body, server, terms), format=ResponseFormat(body))
 
 
 @dataclass
@@ -124,13 +124,13 @@ class ResponseFormat:
 
     def end(self, head: dict[str, Any], call: ApiCall, ends: Sequence[Delta]) -> Iterable[Event]:
         """Yield the last event, with the whole response."""
-        found = self._ended(head, call, ends[0])
-        yield self._event(f"response.{found['status']}", response=found)
+        response = self._ended(head, call, ends[0])
+        yield self._event(f"response.{response['status']}", response=response)
 
     def error(self, head: dict[str, Any], error: dict[str, Any]) -> Iterable[Event]:
         """Yield the error, with its fields both at the top and in `error`, and the event of the failed response."""
-        said = {name: error[name] for name in ("code", "message", "param")}
-        yield self._event("error", **said, error=error)
+        fields = {name: error[name] for name in ("code", "message", "param")}
+        yield self._event("error", **fields, error=error)
         failed = {"code": "server_error", "message": error["message"]}
         yield self._event("response.failed", response=self._response(head, "failed") | {"error": failed})
 
@@ -154,17 +154,22 @@ class ResponseFormat:
 
     def _call(self, stream: AnswerStream, number: int, call: Mapping[str, Any]) -> Iterable[Event]:
         """Yield the events of a tool call, which comes whole; number: its index in the answer."""
-        made = chat.tool_call(stream, number, call)
-        item = {"type": "function_call", "id": "fc_" + uuid.uuid4().hex, "call_id": made.id, "name": made.function.name}
-        item |= {"arguments": made.function.arguments, "status": "completed"}
+        tool_call = chat.tool_call(stream, number, call)
+        item = {
+            "type": "function_call",
+            "id": "fc_" + uuid.uuid4().hex,
+            "call_id": tool_call.id,
+            "name": tool_call.function.name,
+        }
+        item |= {"arguments": tool_call.function.arguments, "status": "completed"}
         self.items.append(item)
-        place = {"item_id": item["id"], **self._place()}
+        location = {"item_id": item["id"], **self._place()}
         yield self._event(
             "response.output_item.added", item=item | {"arguments": "", "status": "in_progress"}, **self._place()
         )
-        yield self._event("response.function_call_arguments.delta", delta=item["arguments"], **place)
-        said = {name: item[name] for name in ("name", "arguments")}
-        yield self._event("response.function_call_arguments.done", **said, **place)
+        yield self._event("response.function_call_arguments.delta", delta=item["arguments"], **location)
+        fields = {name: item[name] for name in ("name", "arguments")}
+        yield self._event("response.function_call_arguments.done", **fields, **location)
         yield self._event("response.output_item.done", item=item, **self._place())
 
     def _close(self, status: str = "completed") -> Iterable[Event]:
@@ -174,8 +179,8 @@ class ResponseFormat:
         item, self.open = self.items[-1], None
         [part] = item[kind.parts]
         item["status"] = status
-        said = {name: part[name] for name in ("text", "logprobs") if name in part}
-        yield self._event(f"{kind.text}.done", **said, **self._part(kind))
+        fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+        yield self._event(f"{kind.text}.done", **fields, **self._part(kind))
         yield self._event(f"{kind.events}.done", part=part, **self._part(kind))
         yield self._event("response.output_item.done", item=item, **self._place())
 
@@ -194,10 +199,10 @@ class ResponseFormat:
         """Return the finished response, with its usage and the denoising steps of each canvas."""
         assert end.result is not None
         usage = usage_of(call, [end])
-        found = self._response(head, "incomplete" if end.finish == "length" else "completed")
+        response = self._response(head, "incomplete" if end.finish == "length" else "completed")
         if end.finish == "length":
-            found["incomplete_details"] = {"reason": "max_output_tokens"}
-        found["usage"] = {
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": usage.prompt_tokens_details.model_dump() | {"cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
@@ -206,12 +211,12 @@ class ResponseFormat:
             "denoising_steps": usage.denoising_steps,
             "forwards": usage.forwards,
         }
-        return found | {"steps": end.result.steps, "completed_at": int(time.time())}
+        return response | {"steps": end.result.steps, "completed_at": int(time.time())}
 
     def _response(self, head: dict[str, Any], status: str) -> dict[str, Any]:
         """Return the response so far, with the fields of its request that the protocol repeats."""
         body = self.body
-        asked = body.model_dump(
+        request_fields = body.model_dump(
             mode="json",
             include={
                 *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls"),
@@ -238,5 +243,5 @@ class ResponseFormat:
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
-            **asked,
+            **request_fields,
         }

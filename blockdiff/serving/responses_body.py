@@ -109,11 +109,11 @@ class ResponsesRequest(SampledBody):
 
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """Convert a body to the equal body of a chat. Raises Refused for items and tools that chats do not have."""
-    given = {name: getattr(body, name) for name in SampledBody.model_fields}
-    given |= dict(
+    fields = {name: getattr(body, name) for name in SampledBody.model_fields}
+    fields |= dict(
         messages=messages_of(body),
         max_completion_tokens=body.max_output_tokens,
-        tools=[_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)],
+        tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)],
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort,
@@ -122,14 +122,14 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     if isinstance(body.tool_choice, FunctionChoice):
-        given["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     if (form := body.text.format) is not None:
-        given["response_format"] = {"type": form.type}
+        fields["response_format"] = {"type": form.type}
         if form.schema_ is not None:
-            given["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_}
+            fields["response_format"]["json_schema"] = {"name": form.name or "", "schema": form.schema_}
         if (form.type == "json_schema") != (form.schema_ is not None):
             raise Refused("text.format: schema goes with type json_schema, and with no other", param="text.format")
-    return checked_body(given, ChatRequest, PATH)
+    return checked_body(fields, ChatRequest, PATH)
 
 
 def messages_of(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -148,8 +148,8 @@ def items_as_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """Convert input items to messages. Raises Refused, with the item's index, for one that cannot be read."""
     messages = list[dict[str, Any]]()
     thoughts, called = list[str](), set[str]()
-    for place, item in enumerate(items):
-        name = f"input[{place}]"
+    for index, item in enumerate(items):
+        name = f"input[{index}]"
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "reasoning":
             thoughts += _thoughts(item, name)
@@ -197,8 +197,8 @@ def _thoughts(item: Mapping[str, Any], name: str) -> list[str]:
     """Return the texts of a reasoning item, else those of its summaries; [] if it has neither."""
     for field in ("content", "summary"):
         if parts := item.get(field):
-            found = parts if isinstance(parts, list) else [parts]
-            return [_string(part, "text", f"{name}.{field}[{place}]") for place, part in enumerate(found)]
+            entries = parts if isinstance(parts, list) else [parts]
+            return [_string(part, "text", f"{name}.{field}[{index}]") for index, part in enumerate(entries)]
     return []
 
 
@@ -208,10 +208,10 @@ def _content(item: Mapping[str, Any], name: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, list) or not any(_type(part) == "input_image" for part in content):
         return _text(content, f"{name}.content")
     parts = []
-    for place, part in enumerate(content):
-        where = f"{name}.content[{place}]"
+    for index, part in enumerate(content):
+        where = f"{name}.content[{index}]"
         if _type(part) != "input_image":
-            parts.append({"type": "text", "text": _text([part], f"{name}.content", place)})
+            parts.append({"type": "text", "text": _text([part], f"{name}.content", index)})
             continue
         url = part.get("image_url")
         if not isinstance(url, str) or not url.startswith("data:"):
@@ -226,8 +226,8 @@ def _text(content: Any, name: str, first: int = 0) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for place, part in enumerate(content if isinstance(content, list) else [content], first):
-        where = f"{name}[{place}]"
+    for index, part in enumerate(content if isinstance(content, list) else [content], first):
+        where = f"{name}[{index}]"
         if _type(part) not in (*TEXTS, "refusal"):
             words = "only parts of text can stand there, and images in messages of a user"
             raise Refused(f"{where} is {str(_type(part))!r:.60}; {words}", param=where)
@@ -240,10 +240,10 @@ def _type(part: Any) -> Any:
 
 
 def _string(value: Any, key: str, name: str) -> str:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    if not isinstance(found, str):
+    text = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(text, str):
         raise Refused(f"{name}.{key} is not there or no text; add it", param=name)
-    return found
+    return text
 
 
 def _tool(tool: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -55,13 +55,13 @@ class Guard:
             await self.app(scope, receive, send)
             return
         is_large = _is_large(scope)
-        given = [] if is_large else scope["headers"]
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in given}
+        pairs = [] if is_large else scope["headers"]
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
         id = headers.get(ID_HEADER, "")
         if IDS.fullmatch(id) is None:
             id = f"req-{uuid.uuid4().hex}"
-            own = [(name, value) for name, value in given if name.lower() != ID_HEADER.encode()]
-            scope["headers"] = [*own, (ID_HEADER.encode(), id.encode())]
+            others = [(name, value) for name, value in pairs if name.lower() != ID_HEADER.encode()]
+            scope["headers"] = [*others, (ID_HEADER.encode(), id.encode())]
         path = quote(scope.get("raw_path") or scope["path"], safe=string.punctuation)[:MOST_PATH]
         measures = scope.setdefault("state", {})["measures"] = CallMetrics(self.metrics, path, id)
         has_begun = False
@@ -133,7 +133,7 @@ class Guard:
 
         None if no key is needed. Raises Refused if the request is not allowed. headers: by lower-case names.
         """
-        found: int | None = None
+        index: int | None = None
         host, origin, access = headers.get("host", ""), headers.get("origin"), self.access
         if access.hosts is not None and _name(host) not in access.hosts:
             raise Refused(f"the host {host!r:.80} is not one of this server's names", 403, "host_not_allowed")
@@ -141,17 +141,17 @@ class Guard:
         if not is_own and not {origin, "*"} & {*access.origins}:
             raise Refused(f"pages of {origin!r:.80} may not ask this server", 403, "origin_not_allowed")
         if self._keys and path not in OPEN_PATHS:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            is_known = [hmac.compare_digest(given.strip().encode("latin-1"), key) for key in self._keys]
+            kind, _, token = headers.get("authorization", "").partition(" ")
+            is_known = [hmac.compare_digest(token.strip().encode("latin-1"), key) for key in self._keys]
             if kind.lower() != "bearer" or not any(is_known):
                 asks = "this server asks for an API key: Authorization: Bearer KEY"
-                words = f"{asks}; the one that came is none of its keys" if given else asks
+                words = f"{asks}; the one that came is none of its keys" if token else asks
                 raise Refused(words, 401, "invalid_api_key")
-            found = is_known.index(True)
+            index = is_known.index(True)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._most_bytes:
             raise self._too_large()
-        return found
+        return index
 
     def _too_large(self) -> Refused:
         return Refused(
@@ -169,13 +169,13 @@ def _is_large(scope: Scope) -> bool:
 def _one_client(address: str) -> str:
     """Return the address of a client; for IPv6 its /64 network, because a client may have all addresses of one."""
     try:
-        found = ip_address(address.partition("%")[0])
+        ip = ip_address(address.partition("%")[0])
     except ValueError:  # a Unix socket has none
         return address
-    if isinstance(found, IPv4Address):
+    if isinstance(ip, IPv4Address):
         return address
-    mapped = found.ipv4_mapped
-    return str(IPv6Network((found, 64), strict=False)) if mapped is None else str(mapped)
+    mapped = ip.ipv4_mapped
+    return str(IPv6Network((ip, 64), strict=False)) if mapped is None else str(mapped)
 
 
 def _name(host: str) -> str:

@@ -73,12 +73,12 @@ class ServeSettings(BaseModel):
 
         Raises BlockdiffError if an adapter has one of these names, or the name "".
         """
-        found = tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
-        if taken := {"", *found} & {*self.adapters}:
+        names = tuple(dict.fromkeys((self.name or Path(model).resolve().name, model)))
+        if taken := {"", *names} & {*self.adapters}:
             raise BlockdiffError(
                 f"adapters: {taken.pop()!r} is no name of an adapter, or that of the model; choose another"
             )
-        return found
+        return names
 
     def model_options(self) -> dict[str, Any]:
         """Return the arguments of `Sampler.from_pretrained` that the settings have."""
@@ -117,20 +117,20 @@ def read_settings(path: Path | None, given: Mapping[str, Any]) -> ServeSettings:
 
     Raises BlockdiffError for a file that cannot be read, an unknown key or a bad value.
     """
-    said: Any = {}
+    values: Any = {}
     if path is not None:
         try:
-            said = plain_yaml.parse(read_text(path, plain_yaml.LARGEST_FILE)) or {}
+            values = plain_yaml.parse(read_text(path, plain_yaml.LARGEST_FILE)) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())[:160]
             raise BlockdiffError(f"{path}: cannot be read ({why})") from None
-        if not isinstance(said, dict):
+        if not isinstance(values, dict):
             raise BlockdiffError(f"{path}: write keys with values, such as `port: 8000`")
-    said |= {
+    values |= {
         name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None
     }
     try:
-        return ServeSettings.model_validate(said)
+        return ServeSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key, words = ".".join(map(str, first["loc"])), first["msg"]
