@@ -169,8 +169,8 @@ class PiecewiseDigest:
         if len(self._rest) == PIECE:
             self.submit(_hash, self._rest)
             self._rest = bytearray()
-        for at in range(start, end, PIECE):
-            self._lent.append(self.submit(_hash, content[at : at + PIECE]))
+        for offset in range(start, end, PIECE):
+            self._lent.append(self.submit(_hash, content[offset : offset + PIECE]))
         self._rest += content[end:]
 
     def submit(self, work: Callable[..., bytes], *arguments: Any) -> Future[bytes]:

@@ -152,14 +152,14 @@ class RowImages:
         place_B = torch.full_like(self.run_BS2[:, 0, 0], -1)
         place_B[rows] = torch.arange(len(rows), device=rows.device)
         is_kept_N = place_B[self.row_N] >= 0
-        kept = place_B[self.row_N][is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
-        return RowImages(self.inputs, *kept, self.run_BS2[rows], self.features_MD)
+        indices = place_B[self.row_N][is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
+        return RowImages(self.inputs, *indices, self.run_BS2[rows], self.features_MD)
 
     def first_columns(self, columns: int) -> RowImages:
         """Select the images in the first `columns` columns of each row."""
         is_kept_N = self.column_N < columns
-        kept = self.row_N[is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
-        return RowImages(self.inputs, *kept, self.run_BS2[:, :columns].clamp(max=columns), self.features_MD)
+        indices = self.row_N[is_kept_N], self.column_N[is_kept_N], self.source_N[is_kept_N]
+        return RowImages(self.inputs, *indices, self.run_BS2[:, :columns].clamp(max=columns), self.features_MD)
 
     def with_features(self, features_MD: Tensor) -> RowImages:
         """Return the images with the features of `inputs`, concatenated [sum of their tokens, D]."""

@@ -66,9 +66,9 @@ class Spans:
             B, T, _ = self.bounds_BT4.shape
             prefix_lo, prefix_hi, own_lo, own_hi = self._distinct().unsqueeze(-2).unbind(-1)
             column = torch.arange(prefix_tokens + own_tokens, device=self.bounds_BT4.device, dtype=torch.int32)
-            own = column - prefix_tokens
+            own_column = column - prefix_tokens
             in_prefix = (column >= prefix_lo) & (column < prefix_hi.clamp(max=prefix_tokens))
-            in_own = (own >= own_lo.clamp(min=0)) & (own < own_hi)
+            in_own = (own_column >= own_lo.clamp(min=0)) & (own_column < own_hi)
             self._dense[key] = (in_prefix | in_own).expand(B, T, -1)
         return self._dense[key]
 

@@ -62,12 +62,12 @@ def printable(text: str) -> str:
 
     Line breaks and tabs stay. JSON stays JSON of the same values.
     """
-    return _COMMANDS.sub(lambda found: _escape(found[0]), text)
+    return _COMMANDS.sub(lambda match: _escape(match[0]), text)
 
 
 def _escape(text: str) -> str:
     units = text.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+    return "".join(f"\\u{units[index]:02x}{units[index + 1]:02x}" for index in range(0, len(units), 2))
 
 
 def _escape_missing(error: UnicodeError) -> tuple[str, int]:
@@ -206,9 +206,9 @@ def _told_by_launcher(line: str) -> bool:
     about = {"timestamp": str(int(time.time()))}
     with suppress(OSError):  # a reason that cannot be written is printed
         file.write_text(json.dumps({"message": {"message": line, "extraInfo": about}}), encoding="utf-8")
-        said = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(line.encode(), digest_size=8).hexdigest()
         try:
-            (file.parents[1] / f"said-{said}").touch(exist_ok=False)
+            (file.parents[1] / f"said-{digest}").touch(exist_ok=False)
         except FileExistsError:
             return False
     return True

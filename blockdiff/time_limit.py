@@ -126,5 +126,5 @@ def _limit_of_thread(seconds: float, is_over: Callable[[], Exception | None]) ->
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     """Make a thread raise an error at its next instruction; None cancels an error that is not raised yet."""
-    asked = None if error is None else ctypes.py_object(error)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), asked)
+    exception = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)

@@ -316,7 +316,11 @@ class Encoder:
         except DataError as error:
             raise DataError(f"{row.where}: {error}") from None
         moved = [(whole.moved[start], whole.moved[end]) for start, end in responses]
-        return whole.ids, moved, [replace(image, column=at) for image, at in zip(images, whole.columns, strict=True)]
+        return (
+            whole.ids,
+            moved,
+            [replace(image, column=column) for image, column in zip(images, whole.columns, strict=True)],
+        )
 
     def _pairs(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], list[Span], list[Span], Counter[str]]]:
         """Encode raw rows: bos and prompt, then response and eos. No token spans prompt and response.

@@ -142,17 +142,17 @@ def _check_structure(content: bytes, name: str) -> None:
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the code and content of each segment before a JPEG's pixels, found as PIL finds them."""
-    at = 2
-    while 0 <= (at := jpeg.find(b"\xff", at)) <= len(jpeg) - 4:
-        code = jpeg[at + 1]
+    offset = 2
+    while 0 <= (offset := jpeg.find(b"\xff", offset)) <= len(jpeg) - 4:
+        code = jpeg[offset + 1]
         if code == 0xDA:
             return
         if code in (0x00, 0x01, 0xFF) or 0xD0 <= code <= 0xD9:  # padding, and codes without content
-            at += 1
+            offset += 1
             continue
-        size = max(2, int.from_bytes(jpeg[at + 2 : at + 4], "big"))
-        yield code, jpeg[at + 4 : at + 2 + size]
-        at += 2 + size
+        size = max(2, int.from_bytes(jpeg[offset + 2 : offset + 4], "big"))
+        yield code, jpeg[offset + 4 : offset + 2 + size]
+        offset += 2 + size
 
 
 def _tags_fit(tiff: bytes) -> bool:

@@ -14,18 +14,18 @@ MARKER = "<image>"  # where an image belongs in a text, for rows with a column o
 
 def column_of_images(row: Mapping[str, Any]) -> tuple[ImageSource, ...]:
     """Return the images in a row's column `image` or `images`, which has one or a list; () without such a column."""
-    given = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
+    keys = [key for key in ("image", "images") if row.get(key) not in (None, "", [])]
     for key in ("video", "videos", "audio", "audios"):
         if row.get(key) not in (None, "", []):
             raise BadRow(f"{key} is there, and only texts and images are read; remove it, or the row")
-    if len(given) > 1:
+    if len(keys) > 1:
         raise BadRow("both image and images are there; keep one")
-    if not given:
+    if not keys:
         return ()
-    value = from_json(row[given[0]], given[0], "[")
+    value = from_json(row[keys[0]], keys[0], "[")
     if not isinstance(value, list | tuple):
-        return (image_source(value, given[0]),)
-    return tuple(image_source(each, f"{given[0]}[{index}]") for index, each in enumerate(value))
+        return (image_source(value, keys[0]),)
+    return tuple(image_source(each, f"{keys[0]}[{index}]") for index, each in enumerate(value))
 
 
 def text_with_images(text: str, images: Sequence[ImageSource]) -> list[Part]:
@@ -64,10 +64,10 @@ def with_images(messages: Sequence[Message], images: Sequence[ImageSource]) -> t
         raise BadRow(_unlike(sum(counts.values()), len(images)))
     result, taken = list(messages), 0
     for index in users:
-        own = images[taken : taken + counts[index]]
-        taken += len(own)
-        if own:
-            result[index] = {**messages[index], "content": text_with_images(messages[index]["content"], own)}
+        message_images = images[taken : taken + counts[index]]
+        taken += len(message_images)
+        if message_images:
+            result[index] = {**messages[index], "content": text_with_images(messages[index]["content"], message_images)}
     return tuple(result)
 
 
@@ -84,8 +84,8 @@ def images_in(messages: Iterable[Mapping[str, Any]]) -> list[ImageSource]:
 
 def replaced(messages: Sequence[Message], images: Sequence[ImageSource]) -> tuple[Message, ...]:
     """Return the messages with these images in their image parts, one for each."""
-    left = iter(images)
-    return tuple(_mapped(message, lambda part: {"type": "image", "image": next(left)}) for message in messages)
+    sources = iter(images)
+    return tuple(_mapped(message, lambda part: {"type": "image", "image": next(sources)}) for message in messages)
 
 
 def for_template(messages: Sequence[Message]) -> list[Message]:

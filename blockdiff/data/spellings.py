@@ -83,22 +83,23 @@ def without_blocks(message: Mapping[str, Any], name: str) -> list[Mapping[str, A
         return [message]
     if "redacted_thinking" in kinds:
         raise BadRow(f"{name} has a part redacted_thinking, which cannot be read; remove the part")
-    of = {block: [part for part, kind in zip(parts, kinds, strict=True) if kind == block] for block in BLOCKS}
+    blocks = {block: [part for part, kind in zip(parts, kinds, strict=True) if kind == block] for block in BLOCKS}
     others = [part for part, kind in zip(parts, kinds, strict=True) if kind not in BLOCKS]
     rest = {**message, "content": others}
-    if of["tool_use"]:
-        if kinds[kinds.index("tool_use") :] != ["tool_use"] * len(of["tool_use"]):
+    if blocks["tool_use"]:
+        if kinds[kinds.index("tool_use") :] != ["tool_use"] * len(blocks["tool_use"]):
             raise BadRow(f"{name} has a part after a tool_use; move other parts before the calls")
         rest["tool_calls"] = [
-            {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in of["tool_use"]
+            {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+            for part in blocks["tool_use"]
         ]
-    if of["thinking"]:
-        rest["reasoning"] = "".join(str(part.get("thinking") or "") for part in of["thinking"])
+    if blocks["thinking"]:
+        rest["reasoning"] = "".join(str(part.get("thinking") or "") for part in blocks["thinking"])
     answers = [
         {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content") or ""}
-        for part in of["tool_result"]
+        for part in blocks["tool_result"]
     ]
-    return [*answers, *([rest] if others or of["tool_use"] or not answers else [])]
+    return [*answers, *([rest] if others or blocks["tool_use"] or not answers else [])]
 
 
 def declared_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

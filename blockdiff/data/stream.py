@@ -99,10 +99,10 @@ class StreamedExamples:
     @cached_property
     def first_rows(self) -> Statistics:
         """Counts of conversations and of unread keys among the first rows of every source."""
-        found, bad = Statistics(1), Statistics(1) if self.encoder.skips_bad_rows else None
+        statistics, bad = Statistics(1), Statistics(1) if self.encoder.skips_bad_rows else None
         for row in chain.from_iterable(islice(each.opened.rows(counts=bad), FIRST_ROWS) for each in self._passes):
-            found.count_row(row.messages is not None, unscored_turns=0, unread=row.unread)
-        return found
+            statistics.count_row(row.messages is not None, unscored_turns=0, unread=row.unread)
+        return statistics
 
     @property
     def statistics(self) -> list[tuple[str, Statistics]]:
@@ -172,19 +172,19 @@ class _Pass:
 
     def _jump(self, number: int) -> None:
         """Go to the window of an example without reading earlier rows. Every row must become one example."""
-        epoch, at = 0, number // self.size * self.size
-        skip = Skip(at)
+        epoch, start = 0, number // self.size * self.size
+        skip = Skip(start)
         rows = self.opened.rows(skip)
         first = next(rows, None)
         if first is None:  # the epoch is over, so its length is known: skip whole epochs
-            self._length = at - skip.remaining
+            self._length = start - skip.remaining
             epoch, inside = divmod(number, self._length)
-            at = inside // self.size * self.size
-            rows = self.opened.rows(Skip(at))
+            start = inside // self.size * self.size
+            rows = self.opened.rows(Skip(start))
             first = next(rows)
         self.has_jumped = True
         self._begin(epoch, epoch * self._length)
-        self._next += at
+        self._next += start
         self._examples = self.encoder.examples(chain([first], rows), self.statistics)
 
     def _begin(self, epoch: int, number: int) -> None:

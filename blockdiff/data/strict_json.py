@@ -44,10 +44,10 @@ def parsed(text: str, where: str, decode: Callable[..., Any] = DECODER.decode, *
     try:
         return decode(text, *begin)
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, " * bool(begin) + f"column {error.colno}"
+        position = f"line {error.lineno}, " * bool(begin) + f"column {error.colno}"
         reason = error.msg.removesuffix(" at")  # some of Python's messages end so
         remedy = "repair it" if begin else "write one object per line"
-        raise DataError(f"{where}: not valid JSON ({reason} at {place}); {remedy}") from None
+        raise DataError(f"{where}: not valid JSON ({reason} at {position}); {remedy}") from None
     except RecursionError:
         raise DataError(f"{where}: JSON is nested too deeply; write flat objects") from None
     except ValueError as error:  # a key that appears twice, NaN, an integer of thousands of digits

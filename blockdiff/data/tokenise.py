@@ -58,21 +58,21 @@ def expanded(ids: Sequence[int], counts: Sequence[int], around: tuple[int, int, 
     placeholders than `counts`.
     """
     before, placeholder, after = around
-    found = [column for column, token in enumerate(ids) if token == placeholder]
-    if len(found) > len(counts):
+    holes = [column for column, token in enumerate(ids) if token == placeholder]
+    if len(holes) > len(counts):
         raise DataError("its text spells the token of an image, but there is none; change the text or add the image")
-    if len(found) < len(counts):
+    if len(holes) < len(counts):
         raise DataError(
-            f"the chat template writes {len(found)} of {len(counts)} images; take one that writes parts of type image"
+            f"the chat template writes {len(holes)} of {len(counts)} images; take one that writes parts of type image"
         )
-    result, columns, moved, at = list[int](), list[int](), list[int](), 0
-    for column, count in zip(found, counts, strict=True):
-        moved += range(len(result), len(result) + column - at + 1)
-        result += [*ids[at:column], before, *[placeholder] * count, after]
+    result, columns, moved, start = list[int](), list[int](), list[int](), 0
+    for column, count in zip(holes, counts, strict=True):
+        moved += range(len(result), len(result) + column - start + 1)
+        result += [*ids[start:column], before, *[placeholder] * count, after]
         columns.append(len(result) - 1 - count)
-        at = column + 1
-    moved += range(len(result), len(result) + len(ids) - at + 1)
-    return Expanded([*result, *ids[at:]], columns, moved)
+        start = column + 1
+    moved += range(len(result), len(result) + len(ids) - start + 1)
+    return Expanded([*result, *ids[start:]], columns, moved)
 
 
 def takes_images(tokens: ImageTokens | None, tokenizer: PreTrainedTokenizerBase | None) -> bool:
@@ -88,11 +88,11 @@ def ids_around(tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase) -> tuple
 
     Raises DataError if the tokenizer lacks one.
     """
-    found = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]
-    for id, token in zip(found, tokens, strict=True):
+    ids = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]
+    for id, token in zip(ids, tokens, strict=True):
         if id is None or (isinstance(token, str) and id == tokenizer.unk_token_id):
             raise DataError(f"the tokenizer has no token {token!r}, which the model has around images")
-    before, placeholder, after = found
+    before, placeholder, after = ids
     return before, placeholder, after
 
 
@@ -109,15 +109,15 @@ def tokenised(
     has_offsets: return the characters of every token, too, which needs a fast tokenizer. Raises the tokenizer's error
     for a text that it cannot encode, and DataError for one that the guard refuses.
     """
-    at = [guard.cuts(text) for text in texts] if cuts is None else cuts
-    pieces = [piece for text, its in zip(texts, at, strict=True) for piece in cut(text, its)]
-    found = iter(_encode(pieces, tokenizer, has_offsets) if pieces else ())
+    all_cuts = [guard.cuts(text) for text in texts] if cuts is None else cuts
+    pieces = [piece for text, text_cuts in zip(texts, all_cuts, strict=True) for piece in cut(text, text_cuts)]
+    encodings = iter(_encode(pieces, tokenizer, has_offsets) if pieces else ())
     encoded = []
-    for text, its in zip(texts, at, strict=True):
-        parts = list(islice(found, len(its) + 1))
-        encoded.append(_joined(parts, its, has_offsets))
+    for text, text_cuts in zip(texts, all_cuts, strict=True):
+        parts = list(islice(encodings, len(text_cuts) + 1))
+        encoded.append(_joined(parts, text_cuts, has_offsets))
         firsts = tokenizer.convert_ids_to_tokens([part.ids[0] for part in parts[1:] if part.ids])
-        guard.check(text, its, encoded[-1].ids, firsts)
+        guard.check(text, text_cuts, encoded[-1].ids, firsts)
     return encoded
 
 
@@ -138,12 +138,12 @@ def token_prompt(tokens: Sequence[int], images: Sequence[ImageSource], reader: I
     columns = [column for column, token in enumerate(tokens) if token == reader.tokens[1]]
     if len(columns) != (taken := sum(image.tokens for image in read)):
         raise DataError(f"the tokens have {len(columns)} placeholders of images, but the images take {taken}")
-    placed, at = list[PlacedImage](), 0
+    placed, first = list[PlacedImage](), 0
     for number, image in enumerate(read):
-        if columns[at + image.tokens - 1] - columns[at] >= image.tokens:
+        if columns[first + image.tokens - 1] - columns[first] >= image.tokens:
             raise DataError(f"the {image.tokens} placeholders of images[{number}] do not stand side by side")
-        placed.append(PlacedImage(image, columns[at]))
-        at += image.tokens
+        placed.append(PlacedImage(image, columns[first]))
+        first += image.tokens
     return Prompt("", list(tokens), placed)
 
 
@@ -192,10 +192,10 @@ def _with_images(
     if reader is None or not (sources or reader.tokens[1] in tokens):
         return tokens, []
     images: list[ImageInput] = []
-    for number, found in enumerate(reader.read_all(sources), start=1):
-        if isinstance(found, DataError):
-            raise DataError(f"image {number}: {found}")
-        images.append(found)
+    for number, outcome in enumerate(reader.read_all(sources), start=1):
+        if isinstance(outcome, DataError):
+            raise DataError(f"image {number}: {outcome}")
+        images.append(outcome)
     row = expanded(tokens, [image.tokens for image in images], ids_around(reader.tokens, tokenizer))
     return row.ids, [PlacedImage(image, column) for image, column in zip(images, row.columns, strict=True)]
 

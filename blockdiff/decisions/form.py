@@ -65,8 +65,8 @@ class Asked:
     def choices(self, spaces: Sequence[str]) -> dict[str, list[str]]:
         """Return by hole the texts to score in it: every label, preceded by each of `spaces`."""
         return {
-            hole(place): [space + label for space in spaces for label in labels]
-            for place, labels in enumerate(self.labels)
+            hole(index): [space + label for space in spaces for label in labels]
+            for index, labels in enumerate(self.labels)
         }
 
     def spellings(self, count: Callable[[str], int]) -> list[str]:
@@ -74,18 +74,18 @@ class Asked:
 
         count: counts the tokens of a text. Raises RequestError if there are none.
         """
-        found, longer = [], ""
+        spaces, longer = [], ""
         for space in self.spaces:
             labels = [text for texts in self.choices([space]).values() for text in texts]
             if long := next((text for text in labels if count(text) > 1), ""):
                 longer = long
             else:
-                found.append(space)
-        if not found:
+                spaces.append(space)
+        if not spaces:
             raise RequestError(
                 f"the label {longer!r} is no single token of this model, and a slot has one; ask otherwise"
             )
-        return found
+        return spaces
 
     def answered(self, places: Sequence[int], space: str) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of an answered canvas, and the character range [start, end) of each slot.
@@ -93,10 +93,10 @@ class Asked:
         places: the index of the chosen option of each question; space: precedes every label.
         """
         text, spans = "", []
-        for line, (labels, place) in enumerate(zip(self.labels, places, strict=True)):
+        for line, (labels, index) in enumerate(zip(self.labels, places, strict=True)):
             if len(self.labels) > 1:
                 text += ("\n" if line else "") + f"{line + 1}:"
-            label = space + labels[place]
+            label = space + labels[index]
             spans.append((len(text), len(text) + len(label)))
             text += label
         return text, spans
@@ -116,7 +116,7 @@ def labels_of(question: Question, form: Form) -> tuple[str, ...]:
     if form == "systemone" and question.type == "predicate":
         return "no", "yes"
     if form == "systemone" and question.type == "score":
-        return tuple(str(place) for place in range(len(question.options)))
+        return tuple(str(level) for level in range(len(question.options)))
     if len(question.options) > len(ascii_uppercase):
         raise RequestError(
             f"{question.instructions!r:.60} has {len(question.options)} choices, and letters tell 26 apart; "
@@ -138,10 +138,10 @@ def ask_jointly(questions: Sequence[Question], form: Form) -> Asked:
         return ask_one(questions[0], form)
     labels = [labels_of(question, form) for question in questions]
     texts = [
-        _text(f"Question {place + 1}: ", question, of_it, form)
-        for place, (question, of_it) in enumerate(zip(questions, labels, strict=True))
+        _text(f"Question {index + 1}: ", question, of_it, form)
+        for index, (question, of_it) in enumerate(zip(questions, labels, strict=True))
     ]
-    lines = [f"{place + 1}:<?{hole(place)}>" for place in range(len(questions))]
+    lines = [f"{index + 1}:<?{hole(index)}>" for index in range(len(questions))]
     images = tuple(image for question in questions for image in question.images)
     return Asked(tuple(questions), "\n\n".join([*texts, JOINTLY]), images, "\n".join(lines), tuple(labels))
 
@@ -167,10 +167,10 @@ def with_question(messages: Sequence[dict[str, Any]], asked: Asked) -> list[dict
         content: Any = asked.text if not images else [*images, {"type": "text", "text": asked.text}]
         return [*messages, {"role": "user", "content": content}]
     *before, last = messages
-    said = last["content"]
-    if isinstance(said, str) and not images:
-        content = f"{said}\n\n{asked.text}" if said else asked.text
+    body = last["content"]
+    if isinstance(body, str) and not images:
+        content = f"{body}\n\n{asked.text}" if body else asked.text
     else:
-        parts = [{"type": "text", "text": said}] if isinstance(said, str) else list(said)
+        parts = [{"type": "text", "text": body}] if isinstance(body, str) else list(body)
         content = [*parts, *images, {"type": "text", "text": f"\n\n{asked.text}"}]
     return [*before, {**last, "content": content}]

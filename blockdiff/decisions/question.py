@@ -47,10 +47,10 @@ class Question:
 
         The answer to a score may also be the text of a level.
         """
-        for place, option in enumerate(self.options):
+        for index, option in enumerate(self.options):
             is_text = self.type == "score" and option.text == value
             if is_text or (option.value == value and isinstance(option.value, bool) == isinstance(value, bool)):
-                return place
+                return index
         known = ", ".join(json.dumps(option.value) for option in self.options[:8])
         raise RequestError(f"{value!r:.80} is no answer to {self.instructions!r:.60}; give one of {known}")
 
@@ -64,7 +64,7 @@ def read_questions(values: object, where: str = "questions") -> tuple[Question, 
         raise RequestError(f"{where} must be a list of questions, got {values!r:.80}")
     if not 1 <= len(values) <= MOST_QUESTIONS:
         raise RequestError(f"{where} must have 1 to {MOST_QUESTIONS} questions, got {len(values)}")
-    return tuple(_question(each, f"{where}[{place}]") for place, each in enumerate(values))
+    return tuple(_question(each, f"{where}[{index}]") for index, each in enumerate(values))
 
 
 def read_systemone(values: object, where: str = "questions") -> tuple[Question, ...]:
@@ -80,23 +80,23 @@ def read_systemone(values: object, where: str = "questions") -> tuple[Question, 
 
 
 def _question(values: object, where: str) -> Question:
-    said = _object(values, where, {"type", "instructions", "name", "choices", "levels"})
-    kind, name = said.get("type"), said.get("name")
+    entry = _object(values, where, {"type", "instructions", "name", "choices", "levels"})
+    kind, name = entry.get("type"), entry.get("name")
     if kind not in ("predicate", "choice", "score"):
         raise RequestError(f"{where}.type must be predicate, choice or score, got {kind!r:.80}")
     for key, owner in (("choices", "choice"), ("levels", "score")):
-        if (key in said) != (kind == owner):
+        if (key in entry) != (kind == owner):
             has = f"needs {key}" if kind == owner else f"has no {key}"
             raise RequestError(f"{where} is a {kind}, which {has}")
     if name is not None and not isinstance(name, str):
         raise RequestError(f"{where}.name must be text, got {name!r:.80}")
-    text, images = content_of(said.get("instructions"), f"{where}.instructions")
+    text, images = content_of(entry.get("instructions"), f"{where}.instructions")
     if kind == "predicate":
         options = predicate_options()
     elif kind == "choice":
-        options = tuple(_choices(said["choices"], f"{where}.choices"))
+        options = tuple(_choices(entry["choices"], f"{where}.choices"))
     else:
-        options = tuple(_levels(said["levels"], f"{where}.levels"))
+        options = tuple(_levels(entry["levels"], f"{where}.levels"))
     return Question(kind, text, options, name, images)
 
 
@@ -107,30 +107,30 @@ def predicate_options(false: str | None = None, true: str | None = None) -> tupl
 
 def _choices(values: object, where: str) -> Iterable[Option]:
     seen = set[tuple[type, object]]()
-    for place, each in enumerate(_list(values, where, 2, MOST_CHOICES)):
-        said = _object(each, f"{where}[{place}]", {"value", "description"})
-        value = said.get("value")
+    for index, each in enumerate(_list(values, where, 2, MOST_CHOICES)):
+        entry = _object(each, f"{where}[{index}]", {"value", "description"})
+        value = entry.get("value")
         if not isinstance(value, str | bool) or value == "":
-            raise RequestError(f"{where}[{place}].value must be text, true or false, got {value!r:.80}")
+            raise RequestError(f"{where}[{index}].value must be text, true or false, got {value!r:.80}")
         if (type(value), value) in seen:
             raise RequestError(f"{where} has {json.dumps(value)[:80]} twice; choices must differ")
         seen.add((type(value), value))
-        yield Option(value, json.dumps(value, ensure_ascii=False), _text(said, "description", f"{where}[{place}]"))
+        yield Option(value, json.dumps(value, ensure_ascii=False), _text(entry, "description", f"{where}[{index}]"))
 
 
 def _levels(values: object, where: str) -> Iterable[Option]:
-    for place, each in enumerate(_list(values, where, 2, MOST_LEVELS)):
-        said = _object(each, f"{where}[{place}]", {"label", "description"})
-        label = _text(said, "label", f"{where}[{place}]")
+    for index, each in enumerate(_list(values, where, 2, MOST_LEVELS)):
+        entry = _object(each, f"{where}[{index}]", {"label", "description"})
+        label = _text(entry, "label", f"{where}[{index}]")
         if not label:
-            raise RequestError(f"{where}[{place}].label must be text")
-        yield Option(place, label, _text(said, "description", f"{where}[{place}]"))
+            raise RequestError(f"{where}[{index}].label must be text")
+        yield Option(index, label, _text(entry, "description", f"{where}[{index}]"))
 
 
 def _of_systemone(name: str, values: object, where: str) -> Question:
-    said = _object(values, where, {"type", "instructions", "criteria"})
-    kind, criteria = said.get("type"), said.get("criteria")
-    text, images = content_of(said.get("instructions", ""), f"{where}.instructions", may_be_empty=True)
+    entry = _object(values, where, {"type", "instructions", "criteria"})
+    kind, criteria = entry.get("type"), entry.get("criteria")
+    text, images = content_of(entry.get("instructions", ""), f"{where}.instructions", may_be_empty=True)
     if kind == "noul":
         sides = {} if criteria is None else _object(criteria, f"{where}.criteria", {"true", "false"})
         described = [_text(sides, side, f"{where}.criteria") for side in ("false", "true")]
@@ -158,17 +158,17 @@ def content_of(value: object, where: str, may_be_empty: bool = False) -> tuple[s
     if not isinstance(parts, Sequence):
         raise RequestError(f"{where} must be text or a list of parts, got {value!r:.80}")
     texts, images = list[str](), list[Any]()
-    for place, part in enumerate(parts):
-        at = where if isinstance(value, str) else f"{where}[{place}]"
+    for index, part in enumerate(parts):
+        name = where if isinstance(value, str) else f"{where}[{index}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "input_text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif kind == "input_json" and "data" in part:
-            texts.append(json_text(part["data"], f"{at}.data"))
+            texts.append(json_text(part["data"], f"{name}.data"))
         elif kind == "input_image":
             images.append(part)
         else:
-            raise RequestError(f"{at} must be a part of type input_text, input_json or input_image, got {part!r:.80}")
+            raise RequestError(f"{name} must be a part of type input_text, input_json or input_image, got {part!r:.80}")
     text = "\n".join(texts)
     if not text.strip() and not images and not may_be_empty:
         raise RequestError(f"{where} is empty; say what is asked")

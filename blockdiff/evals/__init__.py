@@ -26,19 +26,19 @@ def task(name: str | Task) -> Task:
         return _own(name, imported(name))
     if name not in TASKS:
         raise BlockdiffError(f"{name!r} is none of {', '.join(TASKS)}, nor module:function")
-    found: Task = import_module(f"blockdiff.evals.{name}").TASK
-    return found
+    built_in: Task = import_module(f"blockdiff.evals.{name}").TASK
+    return built_in
 
 
-def _own(name: str, found: Any) -> Task:
-    """Return a user's object `found` as a task: a Task itself, or a Task made of a function.
+def _own(name: str, value: Any) -> Task:
+    """Return a user's object `value` as a task: a Task itself, or a Task made of a function.
 
     Raises BlockdiffError if it is neither.
     """
     from blockdiff.evals.questions import Task
 
-    if isinstance(found, Task):
-        return found
-    if not callable(found):
-        raise BlockdiffError(f"{name} is a {type(found).__name__}; name a Task, or a function of a question and a text")
-    return Task(name, found, is_open=True)
+    if isinstance(value, Task):
+        return value
+    if not callable(value):
+        raise BlockdiffError(f"{name} is a {type(value).__name__}; name a Task, or a function of a question and a text")
+    return Task(name, value, is_open=True)

@@ -67,18 +67,18 @@ def decide_rows(
     fitted = temperatures(model, settings, asking) if is_calibrated else uncalibrated
     for first in range(0, len(rows), TOGETHER):
         running = []
-        for place, row in enumerate(rows[first : first + TOGETHER], first):
-            request = Request(place, messages=row.messages)
+        for index, row in enumerate(rows[first : first + TOGETHER], first):
+            request = Request(index, messages=row.messages)
             try:
                 running.append(RunningDecision.prepare(request, row.questions, model, settings, asking, seed))
             except RequestError as error:
                 raise DataError(f"{row.where}: {error}") from None
         sampler.run(running, batch_size)
-        for place, each in enumerate(running, first):
-            answers, row = each.answers(fitted), rows[place]
+        for index, each in enumerate(running, first):
+            answers, row = each.answers(fitted), rows[index]
             targets = row.targets or ((),) * len(answers)
             yield [
-                Decided(place, question, target, scores_NX, answer)
+                Decided(index, question, target, scores_NX, answer)
                 for question, target, scores_NX, answer in zip(
                     row.questions, targets, each.scores, answers, strict=True
                 )
@@ -100,8 +100,8 @@ def evaluate(
     decisions.
     """
     began = time.perf_counter()
-    given = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
-    decided = [each for row in decide_rows(sampler, rows, asking, **given) for each in row]  # type: ignore[arg-type]
+    options = dict(seed=seed, batch_size=batch_size, is_calibrated=is_calibrated)
+    decided = [each for row in decide_rows(sampler, rows, asking, **options) for each in row]  # type: ignore[arg-type]
     seconds = time.perf_counter() - began
     parts = {"all": decided}
     for each in decided:
@@ -130,11 +130,11 @@ def part_of(decided: Sequence[Decided]) -> dict[str, Any]:
     If all questions have the same options, `confusion` is added: options x answers, in counts.
     """
     judged = _judged(decided)
-    found: dict[str, Any] = {"count": len(decided)}
+    figures: dict[str, Any] = {"count": len(decided)}
     for name in ("accuracy", "nll", "brier"):
         figure = getattr(judging, name)
-        found[name], found[f"{name}_interval"] = figure(judged), judging.interval(judged, figure)
-    found |= {
+        figures[name], figures[f"{name}_interval"] = figure(judged), judging.interval(judged, figure)
+    figures |= {
         "calibration_error": judging.calibration_error(judged),
         "calibration_floor": judging.calibration_floor(judged),
         "bins": min(judging.BINS, len(decided)),
@@ -148,8 +148,8 @@ def part_of(decided: Sequence[Decided]) -> dict[str, Any]:
         counts = torch.zeros(len(first.options), len(first.options), dtype=torch.float64)
         for each in decided:
             counts[:, each.answer.place] += torch.tensor(each.target, dtype=torch.float64)
-        found["confusion"] = {"options": [option.text for option in first.options], "counts": counts.tolist()}
-    return found
+        figures["confusion"] = {"options": [option.text for option in first.options], "counts": counts.tolist()}
+    return figures
 
 
 def fit(
@@ -161,16 +161,16 @@ def fit(
     groups: dict[str, tuple[str, list[Decided]]] = {}
     for each in decided:
         question = each.question
-        for asked, name in ((question.type, question.type), (question, question.name or question.instructions)):
-            groups.setdefault(key_of(asked, asking, reader), (name[:60], []))[1].append(each)
-    found = {}
+        for subject, name in ((question.type, question.type), (question, question.name or question.instructions)):
+            groups.setdefault(key_of(subject, asking, reader), (name[:60], []))[1].append(each)
+    fits = {}
     for key, (name, of_it) in groups.items():
         if name in ("predicate", "choice", "score") or len(of_it) >= FEW:
             fitted: Fit = fit_temperature(
                 [each.scores_NX for each in of_it], [torch.tensor(each.target) for each in of_it]
             )
-            found[key] = {"of": name, **asdict(fitted)}
-    return found
+            fits[key] = {"of": name, **asdict(fitted)}
+    return fits
 
 
 def require_other_rows(rows: Sequence[DecisionRow], others: Sequence[DecisionRow]) -> None:
@@ -191,14 +191,14 @@ def lines(report: dict[str, Any]) -> list[str]:
         shares = [f"{part['accuracy']:.1%}", f"{low:.1%}-{high:.1%}"]
         table.append([name, str(part["count"]), *shares, *figures, f"{part['label_mass']:.3f}"])
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
-    found = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    output = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     whole = report["parts"]["all"]
     right = ", ".join(f"{accuracy:.1%} of the surest {share}" for share, accuracy in _percent(whole))
-    found.append(f"right: {right}")
+    output.append(f"right: {right}")
     for error, (threshold, share) in whole["coverage_at_error"].items():
         words = f"above {threshold:.3f}, {share:.1%} of the answers" if share else "no threshold holds"
-        found.append(f"at most {float(error):.0%} wrong: {words}")
-    return [*found, f"{report['milliseconds']:.1f} ms a decision; ECE over {whole['bins']} bins of equal mass"]
+        output.append(f"at most {float(error):.0%} wrong: {words}")
+    return [*output, f"{report['milliseconds']:.1f} ms a decision; ECE over {whole['bins']} bins of equal mass"]
 
 
 def _percent(part: dict[str, Any]) -> Iterator[tuple[str, float]]:

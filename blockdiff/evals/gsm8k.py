@@ -26,14 +26,14 @@ def answer(text: str) -> Decimal | None:
     Like the data set's own grader this reads only marked answers. Unlike it, values are compared: 18.00 equals 18.
     """
     _, mark, rest = text.rpartition(MARK)
-    found = NUMBER.match(rest) if mark else None
-    return _value(found[1]) if found else None
+    match = NUMBER.match(rest) if mark else None
+    return _value(match[1]) if match else None
 
 
 def flexible_answer(text: str) -> Decimal | None:
     """Return the last number anywhere in the text; None if there is none."""
-    found = ANY_NUMBER.findall(text)
-    return _value(found[-1]) if found else None
+    numbers = ANY_NUMBER.findall(text)
+    return _value(numbers[-1]) if numbers else None
 
 
 def check(question: Question) -> None:

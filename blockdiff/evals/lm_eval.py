@@ -135,7 +135,7 @@ class BlockdiffLM(TemplateLM):
         Seed and request number key the draws. Settings of token-by-token sampling (temperature and the like) do not
         apply here; they are ignored with a warning. A context that is too long is cut at its beginning.
         """
-        asked, ends = [], []
+        prompts, ends = [], []
         for number, (context, settings) in enumerate(request.args for request in requests):
             for name in sorted(set(IGNORED) & {name for name, value in settings.items() if value}):
                 self._warn(f"{name} is a setting of other samplers and is not used")
@@ -145,8 +145,8 @@ class BlockdiffLM(TemplateLM):
             length = self.sampler.model.canvas_length
             room = self.max_length - -(-int(most) // length) * length
             tokens = self.tok_encode(context) or [self.prefix_token_id]
-            asked.append(Request(number, tokens=self._last(tokens, room), max_new_tokens=int(most)))
-        stream = self.sampler.stream(asked, seed=self.seed, max_steps=self.steps, batch_size=self.batch_size)
+            prompts.append(Request(number, tokens=self._last(tokens, room), max_new_tokens=int(most)))
+        stream = self.sampler.stream(prompts, seed=self.seed, max_steps=self.steps, batch_size=self.batch_size)
         answers = [answer for _, answer in sorted(stream, key=lambda each: each[0])]
         self.answers += answers
         texts = []
@@ -165,11 +165,11 @@ class BlockdiffLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Return for each continuation its log-probability, and whether each of its tokens is the likeliest one."""
         rows = [self._fitting(context, continuation) for _, context, continuation in requests]
-        found = score(self.sampler.model, [a for a, _ in rows], [b for _, b in rows], self.batch_size)
-        results = [(its.total, its.is_greedy) for its in found]
-        for asked, answer in zip(requests, results, strict=True):
-            if asked[0] is not None:  # None for the windows of a rolling text
-                self.cache_hook.add_partial("loglikelihood", asked[0], answer)
+        scores = score(self.sampler.model, [a for a, _ in rows], [b for _, b in rows], self.batch_size)
+        results = [(each.total, each.is_greedy) for each in scores]
+        for request, answer in zip(requests, results, strict=True):
+            if request[0] is not None:  # None for the windows of a rolling text
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
@@ -183,11 +183,11 @@ class BlockdiffLM(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            own = [(None, *make_disjoint_window(pair)) for pair in pairs]
-            windows += own
-            counts.append(len(own))
-        found = iter(self._loglikelihood_tokens(windows))
-        totals = [sum(next(found)[0] for _ in range(count)) for count in counts]
+            text_windows = [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += text_windows
+            counts.append(len(text_windows))
+        scores = iter(self._loglikelihood_tokens(windows))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
@@ -222,18 +222,18 @@ def evaluate(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    own = {name: settings.pop(name, None) for name in ("seed", "steps", "batch_size", "max_gen_toks", "thinking")}
-    model = BlockdiffLM(sampler=sampler, **{name: value for name, value in own.items() if value is not None})
+    overrides = {name: settings.pop(name, None) for name in ("seed", "steps", "batch_size", "max_gen_toks", "thinking")}
+    model = BlockdiffLM(sampler=sampler, **{name: value for name, value in overrides.items() if value is not None})
     if directory is not None and not Path(directory).is_dir():
         raise RequestError(f"{directory}: no such directory; name that of the tasks' YAML files")
     where = {} if directory is None else {"include_path": str(directory), "include_defaults": False}
     manager = TaskManager(**where)
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
-        place = "lm-evaluation-harness" if directory is None else str(directory)
-        raise RequestError(f"{place} has no task {missing[0]!r}; `lm-eval ls tasks` lists those of the harness")
+        source = "lm-evaluation-harness" if directory is None else str(directory)
+        raise RequestError(f"{source} has no task {missing[0]!r}; `lm-eval ls tasks` lists those of the harness")
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model, tasks=list(names), task_manager=manager, apply_chat_template=chat, bootstrap_iters=0, **settings
         )
     except OSError as error:  # of `datasets`: no network, no such file
@@ -241,5 +241,5 @@ def evaluate(
             f"the rows of {', '.join(names)} cannot be read ({first_line(error)}); be online once, or name files of "
             "yours in a task's YAML (--data)"
         ) from error
-    assert found is not None  # it is None only on ranks other than the first
-    return {**found, "costs": model.costs if model.answers else None}
+    assert results is not None  # it is None only on ranks other than the first
+    return {**results, "costs": model.costs if model.answers else None}

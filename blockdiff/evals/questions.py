@@ -55,10 +55,10 @@ class Question:
         """
         if self.tokens is not None:
             return Request(self.place, tokens=self.tokens, images=self.images, best_of=best_of)
-        asked = Request(self.place, thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
+        request = Request(self.place, thinking=thinking, best_of=best_of, allow_control_tokens=allow_control_tokens)
         if isinstance(self.prompt, str):
-            return replace(asked, prompt=self.prompt, images=self.images)
-        return replace(asked, messages=self.prompt, tools=self.tools)
+            return replace(request, prompt=self.prompt, images=self.images)
+        return replace(request, messages=self.prompt, tools=self.tools)
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Task:
 
     def solves(self, question: Question, text: str) -> bool:
         """Return whether a text answers a question; DataError if `is_solved` returns anything but a boolean."""
-        found: Any = self.is_solved(question, text)
-        is_solved = found.item() if hasattr(found, "item") else found  # numpy and torch have booleans of their own
+        result: Any = self.is_solved(question, text)
+        is_solved = result.item() if hasattr(result, "item") else result  # numpy and torch have booleans of their own
         if not isinstance(is_solved, bool):
             raise DataError(
-                f"task {self.name}: is_solved gave {found!r:.60}, and it has to be True or False; give shares as "
+                f"task {self.name}: is_solved gave {result!r:.60}, and it has to be True or False; give shares as "
                 "`facts`, or train on them as a reward"
             )
         return is_solved
@@ -109,11 +109,11 @@ def questions_of(rows: Sequence[Row | Question], task: Task, encoder: Encoder | 
     """
     if not rows:
         raise DataError("no rows to evaluate; name a file with at least one")
-    questions = [row if isinstance(row, Question) else _question(row, place) for place, row in enumerate(rows)]
+    questions = [row if isinstance(row, Question) else _question(row, index) for index, row in enumerate(rows)]
     for question in questions:
         task.check(question)
-    given = [row for row in rows if isinstance(row, Row)]
-    return questions if encoder is None else _laid_out(questions, given, encoder)
+    raw_rows = [row for row in rows if isinstance(row, Row)]
+    return questions if encoder is None else _laid_out(questions, raw_rows, encoder)
 
 
 def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task, thinking: bool = False) -> int:
@@ -131,10 +131,10 @@ def longest_response(sampler: Sampler, questions: Sequence[Question], task: Task
     return max(*lengths, sampler.generation.max_new_tokens) if is_open else max(lengths)
 
 
-def _question(row: Row, place: int) -> Question:
-    name = row.id if row.id is not None else place
+def _question(row: Row, index: int) -> Question:
+    name = row.id if row.id is not None else index
     if row.messages is None:
-        return Question(place, row.where, name, row.prompt or "", row.response or "", images=row.images)
+        return Question(index, row.where, name, row.prompt or "", row.response or "", images=row.images)
     roles = [message["role"] for message in row.messages]
     end = len(roles) - roles[::-1].index("assistant")
     start = end - 1
@@ -149,7 +149,7 @@ def _question(row: Row, place: int) -> Question:
         raise DataError(f"{row.where}: the last response calls a tool, and no task compares calls; leave the row out")
     reference = "".join(message["content"].strip() for message in response)
     has_reasoning = any("reasoning" in message for message in response)
-    return Question(place, row.where, name, tuple(row.messages[:start]), reference, has_reasoning, tools=row.tools)
+    return Question(index, row.where, name, tuple(row.messages[:start]), reference, has_reasoning, tools=row.tools)
 
 
 def _laid_out(questions: list[Question], rows: Sequence[Row], encoder: Encoder) -> list[Question]:

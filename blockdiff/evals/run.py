@@ -83,7 +83,7 @@ def evaluate(
         answers = [_record(question, results[n], task) | facts(question, results[n]) for n, question in enumerate(mine)]
     # With `best_of`, the first draw of a row has the row's id.
     dealt = ranks.gather_rows((answers, [first_canvas[q.place] for q in mine if q.place in first_canvas]))
-    records = [dealt[place % ranks.row_world][0][place // ranks.row_world] for place in range(len(questions))]
+    records = [dealt[index % ranks.row_world][0][index // ranks.row_world] for index in range(len(questions))]
     waits = [wait for _, of_rank in dealt for wait in of_rank]
     return {
         "task": task.name,

@@ -27,12 +27,12 @@ def summary(records: Sequence[dict[str, Any]], group: str | None = None) -> dict
       numeric fact;
     - `groups`, with `group`: counts of the rows for each value of that fact.
     """
-    found = {**_counts(records), **costs(records), "facts": _facts(records), "means": _means(records)}
+    report = {**_counts(records), **costs(records), "facts": _facts(records), "means": _means(records)}
     if group is not None:
         values = sorted({record[group] for record in records})
         grouped = {value: [record for record in records if record[group] == value] for value in values}
-        found["groups"] = [{group: value, **_counts(rows)} for value, rows in grouped.items()]
-    return found
+        report["groups"] = [{group: value, **_counts(rows)} for value, rows in grouped.items()]
+    return report
 
 
 def costs(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -149,12 +149,12 @@ def _facts(records: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 def _means(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the mean of each numeric fact over the answers that have it."""
-    found: dict[str, list[float]] = {}
+    numbers: dict[str, list[float]] = {}
     for record in records:
         for name, value in record.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and name not in OWN_NUMBERS:
-                found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+                numbers.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in numbers.items()}
 
 
 def _steps(row: dict[str, Any]) -> str:

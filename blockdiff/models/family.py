@@ -186,8 +186,8 @@ class Family:
         values = self.to_dict()
         self.text_of(values).update(vocab_size=vocab_size, **special)
         if vocabulary is not None:
-            found = {key: vocabulary.get(token, vocab_size) for key, token in self.image_spellings.items()}
-            values |= {key: token for key, token in found.items() if values.get(key) is not None}
+            ids = {key: vocabulary.get(token, vocab_size) for key, token in self.image_spellings.items()}
+            values |= {key: token for key, token in ids.items() if values.get(key) is not None}
         return self.read(values)
 
     def with_canvases(self, canvas_length: int, prefix: str = "causal") -> Self:
@@ -318,10 +318,10 @@ OF_EVERY_CLASS = (
 
 def for_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the content of a config.json for transformers' class, without fields that none of our models uses."""
-    kept = {name: value for name, value in values.items() if name not in OF_EVERY_CLASS}
+    content = {name: value for name, value in values.items() if name not in OF_EVERY_CLASS}
     return {
         name: for_transformers(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for name, value in kept.items()
+        for name, value in content.items()
     }
 
 
@@ -330,8 +330,8 @@ def written_out(theirs: Any) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     def own(values: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in values.items() if name not in shared or value != shared[name]}
-        return {name: own(value) if name.endswith("_config") else value for name, value in kept.items()}
+        differences = {name: value for name, value in values.items() if name not in shared or value != shared[name]}
+        return {name: own(value) if name.endswith("_config") else value for name, value in differences.items()}
 
     shared, whole = (json.loads(each.to_json_string(use_diff=False)) for each in (PreTrainedConfig(), theirs))
     return own(whole)
@@ -355,15 +355,15 @@ def family_of(values: Mapping[str, Any]) -> type[Family]:
     if (of_speculators := values.get("speculators_model_type")) is not None:  # whose files have no other type
         values["model_type"] = f"speculators_{of_speculators}"
     model_type = values.get("model_type")
-    found = [family for family in families().values() if family.is_of(values)]
-    if not found:
+    matches = [family for family in families().values() if family.is_of(values)]
+    if not matches:
         known = ", ".join(repr(name) for name in families())
         raise CheckpointError(f"model_type is {model_type!r}; blockdiff reads {known}")
-    if not any(family.is_drafter for family in found):
+    if not any(family.is_drafter for family in matches):
         ours = [family for family in families().values() if family.is_drafter]
         words = ("draft", *(family.model_type for family in ours))
         for other in map(str, values.get("architectures") or ()):
             if any(word in other.lower() for word in words):
                 known = ", ".join(family.architecture for family in ours)
                 raise CheckpointError(f"{other!r:.80} is a drafter of another kind; blockdiff reads those of {known}")
-    return next((family for family in found if family.model_type != model_type), found[0])
+    return next((family for family in matches if family.model_type != model_type), matches[0])

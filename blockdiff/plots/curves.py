@@ -100,9 +100,9 @@ def _places(count: int, has_large: bool) -> list[list[int]]:
         beside = small[1:] if count <= 4 else small[1:3]
         small = small[1 + len(beside) :]
         right = beside or [0]  # alone it has the whole width
-        rows = [[0, 0, place] for place in right + [-1 if beside else 0] * (2 - len(right))]
+        rows = [[0, 0, number] for number in right + [-1 if beside else 0] * (2 - len(right))]
     padded = small + [-1] * (-len(small) % 3)
-    return rows + [padded[at : at + 3] for at in range(0, len(padded), 3)]
+    return rows + [padded[start : start + 3] for start in range(0, len(padded), 3)]
 
 
 def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None:
@@ -146,9 +146,9 @@ def _fill(axes: Any, panel: Panel, last: float, legend_columns: int = 0) -> None
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     if legend_rows:
-        place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderpad": 0.0, "borderaxespad": 0.3}
+        position = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.0), "borderpad": 0.0, "borderaxespad": 0.3}
         look = {"frameon": False, "fontsize": 8, "labelspacing": 0.2, "columnspacing": 1.2}
-        axes.legend(list(shown.values()), list(shown), **place, ncols=legend_columns, **look)
+        axes.legend(list(shown.values()), list(shown), **position, ncols=legend_columns, **look)
 
 
 def _legend(panel: Panel) -> dict[str, Any]:

@@ -137,8 +137,8 @@ class _Request:
             for facts, moments in self.views[: others + level.canvases]
         ]
         finish = trace.canvases[-1].finish_reason if trace.canvases else None
-        said = {"prompt": prompt_text(trace), "text": trace.text, "control": trace.control}
-        clipped = {key: _clipped(value) for key, value in said.items()}
+        strings = {"prompt": prompt_text(trace), "text": trace.text, "control": trace.control}
+        clipped = {key: _clipped(value) for key, value in strings.items()}
         pictures = {"pictures": self.pictures} if self.pictures and level.has_pictures else {}
         return {"id": printable(str(trace.id)), "views": views, "finish": finish, **clipped, **pictures}
 
@@ -195,21 +195,21 @@ def _moment(moment: Moment, texts: dict[str, int], has_noise: bool) -> dict[str,
         return not has_noise and cell.state == "noise" and moment.name == "noise"
 
     cells = moment.cells
-    found = {
+    columns = {
         "text": [-1 if is_left_out(cell) else index(cell.text) for cell in cells],
         "entropy": [-1 if cell.entropy is None else round(1000 * cell.entropy) for cell in cells],
         "flags": [_flags(cell) for cell in cells],
         "seen": [index(cell.seen) for cell in cells] if has_noise else [],
         "sample": [index(cell.sample) for cell in cells],
     }
-    some = {key: values for key, values in found.items() if any(value != -1 for value in values)}
+    some = {key: values for key, values in columns.items() if any(value != -1 for value in values)}
     return {"name": moment.name, "detail": moment.detail, **some}
 
 
 def _flags(cell: Cell) -> int:
     flags = [cell.is_accepted, cell.is_changed, cell.is_wrong, cell.is_pinned, cell.stays, cell.is_renewed]
     flags += [cell.verdict == verdict for verdict in ("accepted", "rejected", "own")]
-    return STATES.index(cell.state) + sum(4 << place for place, is_set in enumerate(flags) if is_set)
+    return STATES.index(cell.state) + sum(4 << bit for bit, is_set in enumerate(flags) if is_set)
 
 
 def _as_uri(picture: bytes) -> str:

@@ -169,8 +169,8 @@ def by_level(records: Sequence[Record], key: str) -> Points:
         (record["heldout_levels"] for record in reversed(records) if record.get("heldout_levels")), []
     )
     inner = key.removeprefix("heldout_")
-    found = [((level["t_from"] + level["t_to"]) / 2, measured(level, inner)) for level in levels]
-    points = [(t, value) for t, value in found if value is not None]
+    measurements = [((level["t_from"] + level["t_to"]) / 2, measured(level, inner)) for level in levels]
+    points = [(t, value) for t, value in measurements if value is not None]
     return [t for t, _ in points], [value for _, value in points]
 
 
@@ -183,8 +183,8 @@ def make_panels(runs: Sequence[NamedRun]) -> list[Panel]:
     panels = []
     counts = [tokens_at(run.records) for run in runs] if len(runs) > 1 else [None]
     is_by_tokens = None not in counts
-    own = _over_steps(*unlisted_keys(record for run in runs for record in run.records))
-    for panel in (*(ALONE if len(runs) == 1 else COMPARED), *own):
+    unlisted_panels = _over_steps(*unlisted_keys(record for run in runs for record in run.records))
+    for panel in (*(ALONE if len(runs) == 1 else COMPARED), *unlisted_panels):
         lines = []
         for line in panel.lines:
             for number, (run, tokens_of) in enumerate(zip(runs, counts, strict=True)):

@@ -145,8 +145,8 @@ def _square(moment: Moment, side: int, most: float) -> Image:
     width = side * size
     under = width + (20 if moment.end else 0)
     board = Board(width + 8, under + 34)
-    for place, cell in enumerate(moment.cells):
-        row, column = divmod(place, side)
+    for index, cell in enumerate(moment.cells):
+        row, column = divmod(index, side)
         board.cell(4 + column * size, 4 + row * size, size, size, cell, most, 15 if side == 4 else 10)
     box = math.isqrt(side)
     for edge in range(box, side, box):
@@ -164,7 +164,7 @@ def _square(moment: Moment, side: int, most: float) -> Image:
 def _before_fill(moments: Sequence[Moment]) -> list[Moment]:
     """Cut moments after the last position that was committed; without any, keep all positions."""
     last = moments[-1].cells if moments else ()
-    count = max((place for place, cell in enumerate(last, start=1) if cell.state == "committed"), default=len(last))
+    count = max((number for number, cell in enumerate(last, start=1) if cell.state == "committed"), default=len(last))
     return [replace(moment, cells=moment.cells[:count]) for moment in moments]
 
 
@@ -176,10 +176,10 @@ def _rows(moments: Sequence[Moment], most: float, prompt: str) -> Image:
     length = max((len(moment.cells) for moment in moments), default=0)
     width, size = min(WIDEST, length), 28
     board = Board(66 + width * size + 34 * (length > width), 26 + 22 * max(1, len(moments)))
-    asked, room = drawable(visible(prompt)), max(8, width * size // 5)  # characters of about five points
-    asked = asked if len(asked) <= room else "…" + asked[1 - room :]
+    text, room = drawable(visible(prompt)), max(8, width * size // 5)  # characters of about five points
+    text = text if len(text) <= room else "…" + text[1 - room :]
     board.words(60, 17 + 22 * max(1, len(moments)), "prompt", 8, SOFT, anchor="rm")
-    board.words(64, 17 + 22 * max(1, len(moments)), asked, 8)
+    board.words(64, 17 + 22 * max(1, len(moments)), text, 8)
     for row, moment in enumerate(moments):
         board.words(60, 15 + 22 * row, moment.name, 8, anchor="rm")
         for column, cell in enumerate(moment.cells[:width]):
@@ -197,8 +197,8 @@ def _lines(moment: Moment, before: str, most: float) -> Image:
     board = Board(width, 26 + 24 * math.ceil(count / max(1, columns)))
     board.words(4, 11, before + moment.name, 9, style="Bold")
     board.words(width - 4, 11, moment.detail, 8, SOFT, anchor="rm")
-    for place, cell in enumerate(moment.cells):
-        row, column = divmod(place, columns)
+    for index, cell in enumerate(moment.cells):
+        row, column = divmod(index, columns)
         board.cell(4 + column * size, 22 + 24 * row, size, 24, cell, most, 8.5)
     return board.image
 
@@ -215,10 +215,10 @@ def _framed(panels: Sequence[Image], most: float) -> Image:
         line += 17 * (x + step > width)
         columns.append([0.0 if x + step > width else x, line])
     board = Board(max(width, max(steps)), height + line + 22)
-    left = 0
+    offset = 0
     for panel in panels:
-        board.image.paste(panel, (left, 0))
-        left += panel.width
+        board.image.paste(panel, (offset, 0))
+        offset += panel.width
     for (cell, word), (x, y) in zip(words, columns, strict=True):
         board.cell(6 + x, height + y + 3, 15, 15, cell, most, 7)
         board.words(24 + x, height + y + 10.5, word, 7, SOFT)

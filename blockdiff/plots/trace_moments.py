@@ -92,8 +92,8 @@ def step_moments(trace: Trace, canvas: int, decode: Decode) -> list[Moment]:
         moments.append(Moment("noise", "random tokens", tuple(_first_cells(steps[0], decode))))
     before = steps[0].argmax if steps else []
     for number, step in enumerate(steps, 1):
-        mean, kept = sum(step.entropy) / max(1, len(step.entropy)), sum(step.is_accepted)
-        detail = f"entropy {mean:.2f} · kept {kept}/{len(step.argmax)} · T {step.temperature:.2f}"
+        mean, accepted = sum(step.entropy) / max(1, len(step.entropy)), sum(step.is_accepted)
+        detail = f"entropy {mean:.2f} · kept {accepted}/{len(step.argmax)} · T {step.temperature:.2f}"
         moments.append(Moment(f"step {number}", detail, tuple(_step_cells(step, before, decode))))
         before = step.argmax
         if step.step in verified:
@@ -104,18 +104,18 @@ def step_moments(trace: Trace, canvas: int, decode: Decode) -> list[Moment]:
 
 
 def _verification(verification: Verification, decode: Decode) -> Moment:
-    draft, given, accepted = verification.draft, verification.given, verification.accepted
-    own = None if accepted == len(draft) else verification.own
+    draft, pinned, accepted = verification.draft, verification.given, verification.accepted
+    head_id = None if accepted == len(draft) else verification.own
     cells = []
-    for place, token in enumerate(draft):
-        cell = Cell(decode(token), "guess", seen=decode(token), is_pinned=place < given)
-        if place == accepted and own is not None:
-            cell = replace(cell, text=decode(own), verdict="own")
-        elif place >= given:
-            cell = replace(cell, verdict="accepted" if place < accepted else "rejected")
+    for column, token in enumerate(draft):
+        cell = Cell(decode(token), "guess", seen=decode(token), is_pinned=column < pinned)
+        if column == accepted and head_id is not None:
+            cell = replace(cell, text=decode(head_id), verdict="own")
+        elif column >= pinned:
+            cell = replace(cell, verdict="accepted" if column < accepted else "rejected")
         cells.append(cell)
-    detail = f"drafted {len(draft) - given}, accepted {accepted - given}, rejected {len(draft) - accepted}"
-    return Moment("verified", detail + ", of which the head wrote the first anew" * (own is not None), tuple(cells))
+    detail = f"drafted {len(draft) - pinned}, accepted {accepted - pinned}, rejected {len(draft) - accepted}"
+    return Moment("verified", detail + ", of which the head wrote the first anew" * (head_id is not None), tuple(cells))
 
 
 def _commit(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> Moment:
@@ -123,8 +123,8 @@ def _commit(trace: Trace, canvas: CommittedCanvas, decode: Decode) -> Moment:
     pinned = steps[-1].is_pinned if steps and not trace.verifications else None
     texts = zip(canvas.tokens, pinned or [False] * len(canvas.tokens), strict=True)
     cells = [
-        Cell(decode(token), "committed" if place < canvas.kept else "noise", is_pinned=is_pinned)
-        for place, (token, is_pinned) in enumerate(texts)
+        Cell(decode(token), "committed" if column < canvas.kept else "noise", is_pinned=is_pinned)
+        for column, (token, is_pinned) in enumerate(texts)
     ]
     ending = {"eos": ", the response ends", "length": ", no room for more"}.get(canvas.finish_reason or "", "")
     return Moment("committed", f"{canvas.kept} tokens{ending}", tuple(cells))
@@ -160,7 +160,7 @@ def _step_cells(step: Step, before: Sequence[int], decode: Decode) -> Iterator[C
 def thinned(moments: Sequence[Any], stride: int) -> list[Any]:
     """Return every `stride`-th moment, from the first on, and always the last step and the commit."""
     last = len(moments) - 2
-    return [moment for place, moment in enumerate(moments) if place % stride == 0 or place >= last]
+    return [moment for index, moment in enumerate(moments) if index % stride == 0 or index >= last]
 
 
 def grid_side(trace: Trace) -> int | None:
@@ -189,7 +189,7 @@ def grid_moments(trace: Trace, side: int, decode: Decode) -> list[Moment]:
             known = [*committed, *moment.cells]
             cells = [*known, *[Cell("", "noise")] * count][:count]
             together = zip(cells, _puzzle(trace), strict=True)
-            shown = tuple(_with_given(cell, given) for cell, given in together)
+            shown = tuple(_with_given(cell, clue) for cell, clue in together)
             moments.append(replace(moment, cells=shown, end=next(iter(known[count:]), None)))
         committed += of_canvas[-1].cells
     return moments
@@ -199,13 +199,13 @@ def _puzzle(trace: Trace) -> str:
     return prompt_text(trace).strip().removesuffix("=")
 
 
-def _with_given(cell: Cell, given: str) -> Cell:
-    """Return the cell as drawn where the puzzle has `given` ("." if it has none).
+def _with_given(cell: Cell, clue: str) -> Cell:
+    """Return the cell as drawn where the puzzle has `clue` ("." if it has none).
 
-    Noise and a guess that equals the given show it; another guess is marked as wrong.
+    Noise and a guess that equals the clue show it; another guess is marked as wrong.
     """
-    if given == ".":
+    if clue == ".":
         return cell
-    if cell.state != "noise" and cell.text != given:
+    if cell.state != "noise" and cell.text != clue:
         return replace(cell, is_wrong=True)
-    return Cell(given, "given", is_pinned=cell.is_pinned)
+    return Cell(clue, "given", is_pinned=cell.is_pinned)

@@ -41,7 +41,7 @@ class Answer:
     @property
     def size(self) -> int:
         """The number of tokens in a batch with this answer, all steps of its canvases counted."""
-        return len(self.prompt) + len(self.tokens) + sum(len(seen) * len(own) for seen, _, own in self.canvases)
+        return len(self.prompt) + len(self.tokens) + sum(len(seen) * len(tokens) for seen, _, tokens in self.canvases)
 
     @property
     def most_steps(self) -> int:
@@ -82,19 +82,19 @@ class Recorder:
 
     def take(self, id: str | int) -> list[Trajectory]:
         """Remove and return an answer's canvases: the tokens that each step saw and drew, and the committed tokens."""
-        found = []
+        trajectories = []
         for canvas in self._committed.pop(id):
             steps = self._steps[id][canvas.canvas]
             seen = [step.tokens for step in steps]
             drawn = [
-                [token if kept else -1 for token, kept in zip(step.sample, step.is_accepted, strict=True)]
+                [token if is_kept else -1 for token, is_kept in zip(step.sample, step.is_accepted, strict=True)]
                 for step in steps
             ]
             # The last step commits its draw; tokens after the end are ignored.
             drawn[-1] = [*canvas.tokens[: canvas.kept], *[-1] * (len(canvas.tokens) - canvas.kept)]
-            found.append((seen, drawn, list(canvas.tokens)))
+            trajectories.append((seen, drawn, list(canvas.tokens)))
         del self._steps[id]
-        return found
+        return trajectories
 
 
 def head_batch(answers: Sequence[Answer], collator: Collator) -> RolloutBatch:
@@ -115,10 +115,10 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
     for answer in answers:
         tail = _tail(answer, collator)
         first = len(answer.prompt) - len(tail)
-        clean = [*answer.prompt, *(token for _, _, own in answer.canvases[:-1] for token in own)]
+        clean = [*answer.prompt, *(token for _, _, ids in answer.canvases[:-1] for token in ids)]
         canvases = [
-            Canvas([*tail[: None if number == 0 else 0], *own], first + number * L, address=(0, answer.place, number))
-            for number, (_, _, own) in enumerate(answer.canvases)
+            Canvas([*tail[: None if number == 0 else 0], *ids], first + number * L, address=(0, answer.place, number))
+            for number, (_, _, ids) in enumerate(answer.canvases)
         ]
         canvases[:1] = [replace(canvas, pinned=range(len(tail))) for canvas in canvases[:1]]
         rows.append(CleanRow(clean, canvases, answer.place, ar_weights=[0.0] * len(clean)))
@@ -127,8 +127,8 @@ def canvas_batch(answers: Sequence[Answer], collator: Collator, steps: int) -> R
     seen_BCKL = torch.zeros(*batch.canvas_BCL.shape[:2], steps, L, dtype=torch.int64)
     action_BCKL = torch.full_like(seen_BCKL, -1)
     for b, answer in enumerate(answers):
-        for c, (seen, actions, own) in enumerate(answer.canvases):
-            free = slice(L - len(own), None)  # behind the prompt's tail
+        for c, (seen, actions, ids) in enumerate(answer.canvases):
+            free = slice(L - len(ids), None)  # behind the prompt's tail
             seen_BCKL[b, c, : len(seen)] = batch.canvas_BCL[b, c]
             seen_BCKL[b, c, : len(seen), free], action_BCKL[b, c, : len(seen), free] = torch.tensor([seen, actions])
     is_scored_BCL = (action_BCKL >= 0).any(2)
@@ -160,17 +160,17 @@ def examples(answers: Sequence[Answer], collator: Collator, number: int, step: i
     number: the round's number; it keys noise and coins as an epoch does. An answer that was cut off keeps whole
     canvases only, so that it does not teach to end there. Padding if no answer has a positive advantage.
     """
-    found, places = list[Example](), list[int]()
+    rows, places = list[Example](), list[int]()
     for answer in answers:
         L, count = collator.canvas_length, len(answer.tokens)
         count -= (len(_tail(answer, collator)) + count) % L if answer.is_cut else 0
         if answer.advantage > 0 and count > 0:
             span = len(answer.prompt), len(answer.prompt) + count
-            found.append(Example(answer.place, [*answer.prompt, *answer.tokens[:count]], [span]))
+            rows.append(Example(answer.place, [*answer.prompt, *answer.tokens[:count]], [span]))
             places.append(answer.place % slots)
-    if not found:
+    if not rows:
         return collator.lay_out([PADDING_ROW])
-    return collator(found, epoch=number, step=step, slots=places, total_slots=slots)
+    return collator(rows, epoch=number, step=step, slots=places, total_slots=slots)
 
 
 def _laid_out(rows: Sequence[CleanRow], answers: Sequence[Answer], collator: Collator) -> RolloutBatch:

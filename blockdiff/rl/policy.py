@@ -232,10 +232,10 @@ class PolicyObjective(Objective):
             is_left_B = (batch.action_BCKL[:, :, step:] >= 0).flatten(1).any(1)
             if not bool(is_left_B.all()):
                 is_left_B[0] |= ~is_left_B.any()
-                left = is_left_B.nonzero()[:, 0]
-                batch, place_B = batch.rows(left), place_B[left]
-                past = [tuple(x[left] for x in layer) for layer in past]
-                soft_BTD = None if soft_BTD is None else soft_BTD[left]
+                remaining = is_left_B.nonzero()[:, 0]
+                batch, place_B = batch.rows(remaining), place_B[remaining]
+                past = [tuple(x[remaining] for x in layer) for layer in past]
+                soft_BTD = None if soft_BTD is None else soft_BTD[remaining]
             state = replace(batch, canvas_BCL=batch.seen_BCKL[:, :, step])
             hidden_BTD = self._denoise(state, past, soft_BTD)
             temperature, action_BT = self.policy.temperatures[step], batch.action_BCKL[:, :, step].flatten(1)

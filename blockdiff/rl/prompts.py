@@ -33,8 +33,8 @@ class Prompts:
 
     def __init__(self, rows: Sequence[Prompt], sizes: Sequence[int] = (), weights: Sequence[float] = (1.0,)) -> None:
         self.rows, self.sizes, self.weights = rows, sizes or [len(rows)], weights
-        asked = [(row.value, row.question.prompt, row.question.reference, row.question.tools) for row in rows]
-        text = json.dumps([asked, self.sizes, self.weights], sort_keys=True, default=str)
+        contents = [(row.value, row.question.prompt, row.question.reference, row.question.tools) for row in rows]
+        text = json.dumps([contents, self.sizes, self.weights], sort_keys=True, default=str)
         self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -71,29 +71,29 @@ def read_prompts(
     Raises DataError "file:line: reason; what to do" for a row that asks nothing, a row with images, which rollouts do
     not support, and a source without rows.
     """
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     sizes: list[int] = []
     for source in sources:
-        before = len(found)
+        before = len(prompts)
         for where, value in watch(open_source(source).values()):
             row = check_row(value, where, source.columns, is_asked=True)
             if row.sources:
                 raise DataError(f"{where}: rows with images are not rolled out; leave the row out")
-            found.append(Prompt(value, _question(row, value, source, len(found), is_chat, system)))
-        sizes.append(len(found) - before)
+            prompts.append(Prompt(value, _question(row, value, source, len(prompts), is_chat, system)))
+        sizes.append(len(prompts) - before)
         if not sizes[-1]:
             raise DataError(f"{source.title}: no prompts; name a file with at least one")
-    return Prompts(found, sizes, [source.weight for source in sources])
+    return Prompts(prompts, sizes, [source.weight for source in sources])
 
 
 def _question(
-    row: Row, value: Mapping[str, Any], source: Source, place: int, is_chat: bool, system: str | None
+    row: Row, value: Mapping[str, Any], source: Source, index: int, is_chat: bool, system: str | None
 ) -> Question:
-    name = row.id if row.id is not None else place
+    name = row.id if row.id is not None else index
     columns = [(source.columns or {}).get("response", "response"), *RESPONSES]
     reference = next((str(value[each]) for each in columns if value.get(each)), "")
     if row.messages is None and not is_chat:
-        return Question(place, row.where, name, row.prompt or "", reference)
+        return Question(index, row.where, name, row.prompt or "", reference)
     messages = list(row.messages or ({"role": "user", "content": row.prompt or ""},))
     answers = []
     while messages and messages[-1]["role"] == "assistant":
@@ -102,4 +102,4 @@ def _question(
         raise DataError(f"{row.where}: nothing comes before the assistant's message, so nothing is asked")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Question(place, row.where, name, tuple(messages), "".join(answers[::-1]) or reference, tools=row.tools)
+    return Question(index, row.where, name, tuple(messages), "".join(answers[::-1]) or reference, tools=row.tools)

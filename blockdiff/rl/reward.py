@@ -75,14 +75,14 @@ def weighted(reward: Reward | Mapping[Reward, float] | None) -> Weighted:
     """
     if reward is None:
         return ()
-    given = reward if isinstance(reward, Mapping) else {reward: 1.0}
-    for function, weight in given.items():
+    weights = reward if isinstance(reward, Mapping) else {reward: 1.0}
+    for function, weight in weights.items():
         if not callable(function):
             raise RecipeError(f"reward: {function!r:.60} is no function; give one, or functions with their weights")
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not abs(weight) <= LARGEST:
             raise RecipeError(f"reward: the weight of {_name(function)} is {weight!r:.60}; give a finite number")
-    return tuple(given.items())
+    return tuple(weights.items())
 
 
 def make_rewards(asked: str | Mapping[str, float] | None, given: Weighted, prompts: Sequence[Prompt]) -> Rewards:
@@ -178,10 +178,10 @@ def _imported(name: str) -> Reward:
         tasks = ", ".join(evals.TASKS)
         raise RecipeError(f"objective.reward: {name!r} is neither a task ({tasks}) nor module:function")
     try:
-        found: Any = imported(name)
+        value: Any = imported(name)
     except BlockdiffError as error:
         raise RecipeError(f"objective.reward: {error}") from None
-    if not callable(found):
-        raise RecipeError(f"objective.reward: {name} is a {type(found).__name__}, not a function of a row and a result")
-    reward: Reward = found
+    if not callable(value):
+        raise RecipeError(f"objective.reward: {name} is a {type(value).__name__}, not a function of a row and a result")
+    reward: Reward = value
     return reward

@@ -109,16 +109,16 @@ class DFlashFamily(Qwen3Family):
     @classmethod
     def wrong(cls, theirs: Any) -> Iterator[str]:
         yield from super().wrong(theirs)
-        own = getattr(theirs, "dflash_config", None) or {}
-        if not isinstance(own, Mapping):
-            yield f"dflash_config is {own!r:.60}; it must be an object"
+        section = getattr(theirs, "dflash_config", None) or {}
+        if not isinstance(section, Mapping):
+            yield f"dflash_config is {section!r:.60}; it must be an object"
             return
-        for name, value in own.items():
+        for name, value in section.items():
             if name not in (*READ, *INERT) and value not in (None, False, "", [], {}):
                 yield f"dflash_config.{name} is {value!r:.60}; drafters with it are not supported"
-        said = _causal(theirs)
-        if len({*said.values()}) > 1 or not all(isinstance(value, bool) for value in said.values()):
-            yield f"{' and '.join(f'{name} {value!r:.20}' for name, value in said.items())}: give one, true or false"
+        flags = _causal(theirs)
+        if len({*flags.values()}) > 1 or not all(isinstance(value, bool) for value in flags.values()):
+            yield f"{' and '.join(f'{name} {value!r:.20}' for name, value in flags.items())}: give one, true or false"
         for name, only in ONE_VALUE.items():
             if (value := _value_of(theirs, name, only)) not in (only, None):
                 yield f"{name} is {value!r}; drafters with it are not supported"
@@ -159,14 +159,14 @@ class DFlashFamily(Qwen3Family):
         scale: the factor of the target's embeddings. softcap: the cap of its logits (None: uncapped).
         """
         hidden = target.hidden_size
-        own: dict[str, Any] = {
+        section: dict[str, Any] = {
             "mask_token_id": mask,
             "target_layer_ids": ids_for(target.num_hidden_layers, layers),
         }
         if scale != 1.0:
-            own["input_embedding_scale"] = scale
+            section["input_embedding_scale"] = scale
         if softcap is not None:
-            own["final_logit_softcapping"] = softcap
+            section["final_logit_softcapping"] = softcap
         values = {
             "architectures": [cls.architecture],
             "model_type": Qwen3Family.model_type,
@@ -187,7 +187,7 @@ class DFlashFamily(Qwen3Family):
             "tie_word_embeddings": False,
             "block_size": block,
             "num_target_layers": target.num_hidden_layers,
-            "dflash_config": own,
+            "dflash_config": section,
         }
         return cls.read(cls.completed(values))
 

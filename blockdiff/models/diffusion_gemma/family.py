@@ -149,8 +149,8 @@ class DiffusionGemmaFamily(Family):
         from transformers import PreTrainedConfig
         from transformers.models.diffusion_gemma.configuration_diffusion_gemma import DiffusionGemmaConfig
 
-        own = for_transformers(values) | {"vision_config": PreTrainedConfig()}
-        return DiffusionGemmaConfig(**own)  # `from_dict` would also write it out, for a log that nobody reads
+        content = for_transformers(values) | {"vision_config": PreTrainedConfig()}
+        return DiffusionGemmaConfig(**content)  # `from_dict` would also write it out, for a log that nobody reads
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:

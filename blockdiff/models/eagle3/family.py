@@ -104,9 +104,9 @@ class Eagle3Family(Family):
         if kind not in LAYERS:
             raise CheckpointError(f"the head's layer is one of {kind!r}; layers of Llama and Qwen3 are supported")
         layer = LAYERS[kind].read(of_layer)
-        own: dict[str, Any] = dict(canvas_length=BLOCK, denoises=True)
+        overrides: dict[str, Any] = dict(canvas_length=BLOCK, denoises=True)
         # the config's limit of positions is of its training rows; beyond it drafts are at worst wrong
-        config = cls.of(values, layer, layer=layer, max_position_embeddings=NO_BOUND, **own)
+        config = cls.of(values, layer, layer=layer, max_position_embeddings=NO_BOUND, **overrides)
         refuse_first(config._wrong())
         return config
 

@@ -193,11 +193,11 @@ def _wrong(theirs: Any) -> Iterator[str]:
         yield f"partial_rotary_factor is {partial!r}, so {turned} of the {head_dim} dimensions of a head turn"
     if turned != getattr(theirs, "rotary_dim", turned):
         yield f"rotary_dim is {theirs.rotary_dim!r}, and partial_rotary_factor {partial!r}"
-    experts, groups, kept = theirs.num_experts, theirs.n_group, theirs.topk_group
-    if experts % groups or experts // groups < 2 or kept > groups:
-        yield f"n_group is {groups} and topk_group {kept}; {experts} experts do not divide so into groups of 2 or more"
-    if not 2 <= theirs.num_experts_per_tok <= experts // groups * kept:
-        yield f"num_experts_per_tok is {theirs.num_experts_per_tok}, of {experts // groups * kept} in the groups kept"
+    experts, groups, top = theirs.num_experts, theirs.n_group, theirs.topk_group
+    if experts % groups or experts // groups < 2 or top > groups:
+        yield f"n_group is {groups} and topk_group {top}; {experts} experts do not divide so into groups of 2 or more"
+    if not 2 <= theirs.num_experts_per_tok <= experts // groups * top:
+        yield f"num_experts_per_tok is {theirs.num_experts_per_tok}, of {experts // groups * top} in the groups kept"
     mask = getattr(theirs, "mask_token_id", None)
     if mask is not None and (not isinstance(mask, int) or not 0 <= mask < theirs.vocab_size):
         yield f"mask_token_id is {mask!r}, which no token of the vocabulary is"

@@ -149,8 +149,8 @@ class MiniMaxM3Family(Family):
     @classmethod
     def as_transformers(cls, values: Mapping[str, Any]) -> Any:
         """Return transformers' config for the content of a config.json; transformers' own errors are passed on."""
-        own = for_transformers(values)
-        text = cls.text_of(own)
+        content = for_transformers(values)
+        text = cls.text_of(content)
         sparse = text.get("sparse_attention_config") or {}
         for ours, theirs in (("index_init_blocks", "sparse_init_block"), ("index_score_type", "sparse_score_type")):
             if theirs in sparse:  # transformers knows neither, and would drop them
@@ -158,7 +158,7 @@ class MiniMaxM3Family(Family):
         rope = text.get("rope_parameters") or {}
         if "partial_rotary_factor" not in rope and "partial_rotary_factor" not in text and "rotary_dim" in text:
             text["partial_rotary_factor"] = text["rotary_dim"] / text.get("head_dim", 128)
-        return cls._made(own)
+        return cls._made(content)
 
     @classmethod
     def _made(cls, values: dict[str, Any]) -> Any:

@@ -135,5 +135,5 @@ def _means(prefix: str, sums: Tensor, names: tuple[str, ...]) -> dict[str, float
 
 def _of_groups(prefix: str, sums: Tensor) -> dict[str, float]:
     """Return the means of sums [groups, 1 + measures] by name, corrupted positions first."""
-    kept, corrupted = (_means(f"{prefix}{group}_", each, MEASURES) for group, each in zip(GROUPS, sums, strict=True))
-    return corrupted | kept
+    intact, corrupted = (_means(f"{prefix}{group}_", each, MEASURES) for group, each in zip(GROUPS, sums, strict=True))
+    return corrupted | intact

@@ -131,7 +131,7 @@ class Settled(Source):
         drawn_NK = words(self.seed, Stream.ROLLOUT, batch.address_BC3[is_there_BC].unbind(1), 2 + most)
         seeds = [(high << 32) | low for high, low in drawn_NK[:, :2].tolist()]
         picks = to_uniform(drawn_NK[:, 2:]).tolist()
-        found = {}
+        rollouts = {}
         for (b, c), seed, pick in zip(is_there_BC.nonzero().tolist(), seeds, picks, strict=True):
             pinned_L, start = batch.is_pinned_BCL[b, c], int(batch.start_BC[b, c])
             tail = int(pinned_L.sum())
@@ -140,8 +140,8 @@ class Settled(Source):
                 raise DataError(
                     "data.train: a canvas with pinned places is rolled out if a prompt's tail pins them alone"
                 )
-            found[b, c] = Rollout(prompt, seed, pick, tail)
-        return found
+            rollouts[b, c] = Rollout(prompt, seed, pick, tail)
+        return rollouts
 
     def _run(
         self, sampler: Sampler, rollouts: list[Rollout], is_visited: bool
@@ -190,12 +190,12 @@ class Settled(Source):
         shape = *canvas_BCL.shape, model.vocabulary.signal_width
         signal_BCLD = torch.zeros(shape, dtype=model.dtype, device=model.device)
         settled = {
-            place: (each.settled_L, *each.state)
-            for place, each in rollouts.items()
+            index: (each.settled_L, *each.state)
+            for index, each in rollouts.items()
             if each.settled_L is not None and each.state is not None
         }
-        for place in rollouts.keys() - settled.keys():
-            is_scored_BCL[place] = False
+        for index in rollouts.keys() - settled.keys():
+            is_scored_BCL[index] = False
         if settled:  # one copy from the device for all canvases
             row_N, canvas_N = torch.tensor([*settled]).T
             settled_NL, tokens_NL, signal_NLD = zip(*settled.values(), strict=True)

@@ -45,8 +45,8 @@ def heldout_drafts(
         assert isinstance(batch, Batch)
         batch = with_canvases(batch.to(ranks.device))
         with autocast(ranks.device, precision):
-            found = objective.evaluate(batch)
-        sums += _sums_of_blocks(batch, found.loss_BCL, found.is_correct_BCL)
+            result = objective.evaluate(batch)
+        sums += _sums_of_blocks(batch, result.loss_BCL, result.is_correct_BCL)
     right, scored, (loss, length, blocks, *_) = ranks.sum_of_rows(sums.flatten()).view_as(sums).tolist()
     if not torch.tensor(loss).isfinite():
         raise RunError(

@@ -46,8 +46,8 @@ def sample_rewarded(
     def earned(question: Question, result: Result) -> dict[str, Any]:
         if result.error is not None:
             return {"reward": 0.0, "reward_failures": {}}
-        found = rewards(prompts.rows[question.place], result)
-        return {"reward": found.total, "rewards": found.values, "reward_failures": found.failures}
+        reward = rewards(prompts.rows[question.place], result)
+        return {"reward": reward.total, "rewards": reward.values, "reward_failures": reward.failures}
 
     record, texts = sample_prompts(
         sampler,

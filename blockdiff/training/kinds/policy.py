@@ -206,8 +206,8 @@ class Policy(Canvas):
 
     def collator(self, recipe: Recipe, base: StartingModel, reader: ImageReader | None) -> Collator:
         """Return the collator of canvases or, for a causal model, of rows without canvases."""
-        made = super().collator(recipe, base, reader)
-        return made if base.denoises else replace(made, canvases=NoCanvases())
+        collator = super().collator(recipe, base, reader)
+        return collator if base.denoises else replace(collator, canvases=NoCanvases())
 
     def rewards(self, recipe: Recipe, data: Data) -> Rewards:
         """Return the functions that judge answers. Raises RecipeError or DataError if one cannot judge the prompts."""
@@ -227,9 +227,9 @@ class Policy(Canvas):
         if self.over == "next_token" and self.ar_loss is None:
             why = "the model was trained with ar_loss: none, so its head has learnt nothing"
             show.line(f"note      objective.over: next_token: {why}")
-        made = Rollouts(recipe, self.round(recipe), data, objective, sampler, rewards, ranks, built.precision, show)
-        made.check([each for each in (data.train, data.prompts) if isinstance(each, Prompts)])
-        return made
+        rollouts = Rollouts(recipe, self.round(recipe), data, objective, sampler, rewards, ranks, built.precision, show)
+        rollouts.check([each for each in (data.train, data.prompts) if isinstance(each, Prompts)])
+        return rollouts
 
     def in_words(self, recipe: Recipe) -> str:
         """Return the number of answers of a step, in words."""
@@ -240,10 +240,10 @@ class Policy(Canvas):
         number = (step - 1) // self.round(recipe).steps + 1
         sizes = f"{self.prompts_per_round} prompts with {self.answers} answers each"
         first = f"round {number}: {sizes}, drawn when it begins"
-        asked = [data.train.rows[index].question.last_message for _, index in data.order(number)[:rows]]
+        prompts = [data.train.rows[index].question.last_message for _, index in data.order(number)[:rows]]
         answers = self.prompts_per_round * self.answers
-        found = {"step": step, "round": number, "prompts": self.prompts_per_round, "answers": answers}
-        return found, [first, *(f"prompt    {printable(text)}" for text in asked)]
+        record = {"step": step, "round": number, "prompts": self.prompts_per_round, "answers": answers}
+        return record, [first, *(f"prompt    {printable(text)}" for text in prompts)]
 
     # -- the losses, and what is measured --------------------------------------------------------------------------
 
@@ -286,8 +286,8 @@ class Policy(Canvas):
     ) -> Batch:
         """Return answers as long as the rows, with every step of every canvas."""
         batch = super().largest_batch(recipe, base, model, tokens, rows, image_tokens)
-        made = worst_rollouts(batch, base.canvas_length, base.generation.max_steps, self.over == "canvas")
-        return replace(made, examples=batch) if self.sft else made
+        rollouts = worst_rollouts(batch, base.canvas_length, base.generation.max_steps, self.over == "canvas")
+        return replace(rollouts, examples=batch) if self.sft else rollouts
 
     def between_steps(self, recipe: Recipe, base: StartingModel, tokens: int, dtype: torch.dtype) -> dict[str, int]:
         """Return the bytes of the pages of rollouts drawn together, which are freed before an optimiser step."""

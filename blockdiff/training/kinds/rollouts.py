@@ -207,7 +207,7 @@ class Rollouts(Source):
         rows = [self.prompts.rows[index] for _, index in self.order(number)]
         groups = range(ranks.row_rank, len(rows), ranks.row_world)
         places = [slot * shape.answers + draw for slot in groups for draw in range(shape.answers)]
-        requests = [self._request(number, place, rows[place // shape.answers]) for place in places]
+        requests = [self._request(number, index, rows[index // shape.answers]) for index in places]
         drawn, recorder, began, total = list[Answer](), Recorder(), time.perf_counter(), 0
         refusal: str | None = None
         precise, room = autocast(ranks.device, self.precision), room_after(sampler, ranks.device)
@@ -237,10 +237,10 @@ class Rollouts(Source):
                 self.show.rollouts(count, len(requests), total / (time.perf_counter() - began))
         names = [each.name for each in fields(Answer)]
         gathered = ranks.gather_rows((refusal, [[getattr(answer, name) for name in names] for answer in drawn]))
-        if refusals := [said for said, _ in gathered if said is not None]:  # all ranks raise together
+        if refusals := [reason for reason, _ in gathered if reason is not None]:  # all ranks raise together
             raise DataError(refusals[0])
-        found = [Answer(**dict(zip(names, values, strict=True))) for _, of_rank in gathered for values in of_rank]
-        return sorted(found, key=lambda answer: answer.place)
+        answers = [Answer(**dict(zip(names, values, strict=True))) for _, of_rank in gathered for values in of_rank]
+        return sorted(answers, key=lambda answer: answer.place)
 
     def _require_rewards(self, answers: Sequence[Answer], step: int) -> None:
         """Raise DataError, on all ranks, if a reward function has failed for every answer of a round."""
@@ -259,8 +259,8 @@ class Rollouts(Source):
         directory, settings, data = cache_directory(self.recipe.data.cache), self.sampler.settings, self.recipe.data
         facts = [repr(settings.generation), repr(settings.strategy), settings.canvas_length, settings.positions]
         facts += [data.thinking, data.control_tokens, self._tokenizer_fingerprint]
-        kept = f"answerable-{json_digest([[each.fingerprint for each in asked], *facts])}"
-        if directory is not None and (directory / kept).is_file():
+        marker = f"answerable-{json_digest([[each.fingerprint for each in asked], *facts])}"
+        if directory is not None and (directory / marker).is_file():
             return
         for row in (row for each in asked for row in each.rows):
             try:
@@ -270,14 +270,14 @@ class Rollouts(Source):
         if directory is not None:
             with suppress(OSError):  # without the file the next run checks again
                 directory.mkdir(parents=True, exist_ok=True)
-                (directory / kept).touch()
+                (directory / marker).touch()
 
-    def _request(self, number: int, place: int, row: Prompt) -> Request:
+    def _request(self, number: int, index: int, row: Prompt) -> Request:
         """Return the request of one draw, with its own seed and, with `asks_head`, for the head's likeliest tokens."""
         data, is_foretold = self.recipe.data, self.shape.asks_head
-        high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(place, self.shape.answers)), 2).tolist()
-        asked = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
-        return replace(asked, id=place, seed=(high << 32) | low, scores=is_foretold, top_logprobs=int(is_foretold))
+        high, low = words(self.recipe.seed, Stream.ROLLOUT, (number, *divmod(index, self.shape.answers)), 2).tolist()
+        request = row.question.request(data.thinking, allow_control_tokens=data.control_tokens == "allow")
+        return replace(request, id=index, seed=(high << 32) | low, scores=is_foretold, top_logprobs=int(is_foretold))
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         return list(request.as_tokens(self.sampler.tokenizer, self.sampler.settings.vocab_size).tokens)
@@ -310,19 +310,19 @@ class Rollouts(Source):
         in one micro-batch. At each index, the micro-batches of all ranks have equally many steps.
         """
         ranks = self.ranks
-        kept = [answer for answer in answers if answer.advantage or self.shape.has_kl]
-        kept.sort(key=lambda answer: -answer.size)
-        rows = self.recipe.train.micro_batch_size or max(1, -(-len(kept) // ranks.row_world))
+        contributors = [answer for answer in answers if answer.advantage or self.shape.has_kl]
+        contributors.sort(key=lambda answer: -answer.size)
+        rows = self.recipe.train.micro_batch_size or max(1, -(-len(contributors) // ranks.row_world))
         turn = rows * ranks.row_world
-        parts = [kept[first : first + turn] for first in range(0, len(kept), turn)] or [[]]
+        parts = [contributors[first : first + turn] for first in range(0, len(contributors), turn)] or [[]]
         batches = []
         for part in parts:
-            own = part[ranks.row_rank :: ranks.row_world]
-            batch = head_batch(own, self.collator)
+            share = part[ranks.row_rank :: ranks.row_world]
+            batch = head_batch(share, self.collator)
             if self.shape.over == "canvas":
-                batch = canvas_batch(own, self.collator, max((answer.most_steps for answer in part), default=1))
+                batch = canvas_batch(share, self.collator, max((answer.most_steps for answer in part), default=1))
             if self.shape.has_examples:
-                batch = replace(batch, examples=examples(own, self.collator, number, step, len(answers)))
+                batch = replace(batch, examples=examples(share, self.collator, number, step, len(answers)))
             batches.append(batch)
         batches[0] = replace(batches[0], answers=torch.tensor(len(answers) / ranks.row_world, dtype=torch.float64))
         return batches

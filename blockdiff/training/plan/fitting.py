@@ -128,8 +128,8 @@ def _require(
         device = "cuda" if ranks.device.type == "cuda" else "cpu"
         length = getattr(recipe.data.max_length, "tokens", None) or recipe.data.pack or 2 * base.canvas_length
         tokens, images = (length, None) if plan is None else (plan.tokens, plan.image_tokens)
-        found = what_fits(recipe, total, base, ranks=ranks.world, device=device, tokens=tokens, image_tokens=images)
-        remedy = {} if found is None else {" ".join(f"--set {change}" for change in found[0]): found[1].total}
+        fit = what_fits(recipe, total, base, ranks=ranks.world, device=device, tokens=tokens, image_tokens=images)
+        remedy = {} if fit is None else {" ".join(f"--set {change}" for change in fit[0]): fit[1].total}
     memory.require(parts, ranks.device, remedy)
 
 
@@ -186,8 +186,8 @@ def what_fits(
     smaller = [[change] for change in (*ROUNDED, OFFLOAD)]
     for last in ([], shorter):
         for more in ([], *smaller, *([ADAPTERS, *way] for way in smaller)):
-            if (found := _smallest(plans, [*cheap, *more, *last], limit)) is not None:
-                return found
+            if (fit := _smallest(plans, [*cheap, *more, *last], limit)) is not None:
+                return fit
     return None
 
 
@@ -215,8 +215,8 @@ def _smallest(plans: _Plans, way: Sequence[Change], limit: int) -> tuple[list[st
 class _Plans:
     """The plans of a recipe with changes, each made once."""
 
-    def __init__(self, recipe: Recipe, base: StartingModel, *, tokens: int | None, **asked: Any) -> None:
-        self.recipe, self.base, self.tokens, self.asked = recipe, base, tokens, asked
+    def __init__(self, recipe: Recipe, base: StartingModel, *, tokens: int | None, **options: Any) -> None:
+        self.recipe, self.base, self.tokens, self.asked = recipe, base, tokens, options
         self._made: dict[tuple[tuple[str, str], ...], TrainingPlan | None] = {}
 
     def apply(self, change: Change, taken: Sequence[Change]) -> bool:

@@ -169,13 +169,13 @@ class LiveBytes(TorchDispatchMode):
 
 def _tensors(values: Any) -> list[Tensor]:
     """Return the tensors among values and nested lists of them."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 @functools.cache

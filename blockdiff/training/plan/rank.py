@@ -102,10 +102,10 @@ def _exchange_among(ranks: int) -> Callable[..., Tensor]:
         (N, k), D = index_Nk.shape, x_ND.shape[1]
         distinct = ranks * (1 - (1 - 1 / ranks) ** k)  # mean number of ranks that have a token's experts
         M = min(N * ranks, math.ceil(N * distinct))
-        token, place = torch.arange(M) % N, torch.arange(M * k)
+        token, slot = torch.arange(M) % N, torch.arange(M * k)
         x_MD = x_ND.index_select(0, token).clone()  # the tokens sent, and those received
         weight_Mk = weight_Nk.index_select(0, token).clone()
-        index_Mk = torch.where(place < N * k, place % experts, experts).view(M, k)  # the others have no expert here
+        index_Mk = torch.where(slot < N * k, slot % experts, experts).view(M, k)  # the others have no expert here
         y_MD = compute(x_MD, index_Mk, weight_Mk).clone()
         total = x_ND.new_zeros(N, D, dtype=torch.promote_types(y_MD.dtype, torch.float32))
         return total.index_add(0, token, y_MD.to(total.dtype)).to(y_MD.dtype)

@@ -37,9 +37,9 @@ class SamplingPlan:
     def rows(self, limit: int, tokens: int) -> int:
         """Return how many rows with prefixes of `tokens` tokens fit into `limit` bytes, less the `spare` ones."""
         first, further = self.step
-        left = limit - spare(limit) - self.weights - self.images - first
+        budget = limit - spare(limit) - self.weights - self.images - first
         each = further + self.cache * tokens // 1000
-        return max(0, left // each + 1 if left >= self.cache * tokens // 1000 else 0)
+        return max(0, budget // each + 1 if budget >= self.cache * tokens // 1000 else 0)
 
 
 def plan_sampling(
@@ -57,8 +57,8 @@ def plan_sampling(
     model = checkpoint.empty(config, kernels_for(device)).to(dtype).eval()
     store(model, (layers_described(model) if quantize is None else {}) | quantised_layers(model, quantize))
     if adapter is not None:
-        found = checkpoint.read_adapter(adapter, model)
-        adapt(model, found.modules, found.tokens)
+        content = checkpoint.read_adapter(adapter, model)
+        adapt(model, content.modules, content.tokens)
     cached = config.cached_per_token
     with torch.device("meta"):
         side = config.image_side() if model.image_side is None else None

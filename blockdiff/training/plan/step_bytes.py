@@ -116,14 +116,14 @@ class Step:
         self.counted.hold(-self._gathered(module), GATHERED)
         hidden = out[0] if isinstance(out, tuple) else out
         if torch.is_grad_enabled() and isinstance(hidden, Tensor) and hidden.requires_grad:
-            kept = (self.counts[module] - 1) * (self.counted.live - self.live)
-            self.counted.hold(kept, "activations")
+            activations = (self.counts[module] - 1) * (self.counted.live - self.live)
+            self.counted.hold(activations, "activations")
             self.calls[module] += 1
-            register_multi_grad_hook([hidden], lambda _: self._begin(module, kept), mode="any")
+            register_multi_grad_hook([hidden], lambda _: self._begin(module, activations), mode="any")
 
-    def _begin(self, module: nn.Module, kept: int) -> None:
+    def _begin(self, module: nn.Module, activations: int) -> None:
         self._close()
-        self.open = module, kept
+        self.open = module, activations
         self.counted.begin_interval()
         self._hold_units(module, 1)
 
@@ -136,14 +136,14 @@ class Step:
         """
         if self.open is None:
             return
-        (module, kept), self.open = self.open, None
+        (module, activations), self.open = self.open, None
         self.calls[module] -= 1
         is_first, is_last = module not in self.waiting, self.calls[module] <= 0
         of_others, to_be_added = ((self.counts[module] - 1) * self._gradients(module, there) for there in (False, True))
         new = of_others * is_first + to_be_added * (is_first and not is_last)
-        self.counted.note_recent(new, "gradients", kept, "activations")
+        self.counted.note_recent(new, "gradients", activations, "activations")
         self._hold_units(module, -1)
-        self.counted.hold(-kept, "activations")
+        self.counted.hold(-activations, "activations")
         self.counted.hold(new, "gradients")
         self.waiting[module] += new - of_others * is_first
         if is_last:
@@ -161,7 +161,7 @@ class Step:
 
     def _gathered(self, module: nn.Module) -> int:
         """Bytes of the weights of a module's units, plus the largest unit once more while it comes from other ranks."""
-        sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
+        sizes = [sum(x.nbytes for x in weights) for weights in self._units_of(module)]
         return sum(sizes) + max(sizes, default=0)
 
     def _hold_units(self, module: nn.Module, sign: int) -> None:
@@ -169,16 +169,16 @@ class Step:
 
         These are its gathered weights, the outer ones of the next layer, and the gradients that are added up.
         """
-        sizes = [sum(x.nbytes for x in own) for own in self._units_of(module)]
+        sizes = [sum(x.nbytes for x in weights) for weights in self._units_of(module)]
         added_up = max(
-            (sum(4 * x.numel() for x in own if x.requires_grad) for own in self._units_of(module)), default=0
+            (sum(4 * x.numel() for x in weights if x.requires_grad) for weights in self._units_of(module)), default=0
         )
         self.counted.hold(sign * (sum(sizes) + sum(sizes[-1:]) + added_up), GATHERED)
         if self.is_late and not self.has_gradients:
             self.counted.hold(sign * 4 * added_up, LATE)
 
     def _units_of(self, module: nn.Module) -> list[list[nn.Parameter]]:
-        return [own for unit, own in self.units.items() if any(unit is part for part in module.modules())]
+        return [weights for unit, weights in self.units.items() if any(unit is part for part in module.modules())]
 
 
 def _units(sharing: dict[nn.Module, int]) -> dict[nn.Module, list[nn.Parameter]]:
