@@ -35,17 +35,16 @@ VAGUE = {"Eight", "asked", "at", "found", "given", "how", "its", "kept"}
 VAGUE |= {"left", "made", "of", "own", "place", "said", "sent", "wanted"}
 # The bindings of such names that each part still has. A number here only ever falls: lower it with the code.
 VAGUE_COUNTS = {
-    "blockdiff": 10,
-    "blockdiff/data": 26,
-    "blockdiff/decisions": 19,
-    "blockdiff/evals": 30,
-    "blockdiff/models": 14,
-    "blockdiff/plots": 23,
-    "blockdiff/rl": 16,
-    "blockdiff/sampling": 256,
-    "blockdiff/serving": 92,
-    "blockdiff/training": 40,
-    "cli": 66,
+    "blockdiff": 2,
+    "blockdiff/data": 2,
+    "blockdiff/decisions": 2,
+    "blockdiff/evals": 1,
+    "blockdiff/models": 3,
+    "blockdiff/rl": 3,
+    "blockdiff/sampling": 19,
+    "blockdiff/serving": 11,
+    "blockdiff/training": 6,
+    "cli": 7,
 }
 
 
