@@ -143,7 +143,8 @@ def test_a_batch_of_more_rows_than_there_are_and_rows_longer_than_packed_ones_ar
     base = starting_model()
     data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 5}}), base)
     assert data.lines()[-2:] == [
-        "note      train.batch_size: 5 is more than the 2 examples: each is used about 2.5 times in every optimiser step",
+        "note      train.batch_size: 5 is more than the 2 examples: "
+        "each is used about 2.5 times in every optimiser step",
         "note      data.pack: 2 examples are longer than its 3 tokens: each is alone in its row",
     ]
     data = read_data(Recipe.model_validate(tree | {"train": {"steps": 1, "batch_size": 2}}), base)
