@@ -126,7 +126,8 @@ class Sampler:
         adapter: a directory in PEFT's format; a tokenizer and settings in it take precedence over the model's. Invalid
         arguments are refused before the weights are read. mesh: the ranks over which the weights are split; each rank
         must make the same calls. generation, tokenizer: replace those of the checkpoint. over: the checkpoint's model,
-        if it is loaded already; the adapter is put over its weights, which both then share.
+        if it is in memory already (not with `mesh`). It is used in place of loading; an adapter is put over its
+        weights, which both then share.
         """
         files = model_files(path_or_hub_id, adapter, with_weights=False)
         config = read_config(files.weights)
@@ -141,8 +142,9 @@ class Sampler:
                 raise RequestError("a draft model goes without tensor parallelism; leave one of the two out")
             split = load_split(path_or_hub_id, mesh, dtype, kernels, adapter, quantize)
             return cls(split, tokenizer, generation, strategy=strategy)
-        if over is not None and adapter is not None:
-            return cls(with_adapter(over, adapter), tokenizer, generation, strategy=strategy)
+        if over is not None:
+            model = over if adapter is None else with_adapter(over, adapter)
+            return cls(model, tokenizer, generation, strategy=strategy)
         model = load(
             path_or_hub_id, dtype, device, kernels, adapter=adapter, quantize=quantize, draft_model=draft_model
         )

@@ -64,6 +64,7 @@ def test_help_lists_the_strategies_and_a_mistake_is_one_line_before_the_weights_
 def test_a_sampler_takes_the_text_with_the_settings_of_the_model(model):
     sampler = Sampler.from_pretrained(model, dtype="float32", strategy=TEXT)
     assert sampler.strategy == Composed(Quota(), stability=0, confidence=0)
+    assert Sampler.from_pretrained(model, over=sampler.model).model is sampler.model
 
 
 def test_a_draft_model_drafts_for_a_causal_one(model, tmp_path):
