@@ -44,7 +44,10 @@ def hub_module(ours: str, model: BlockDiffusionModel) -> str:
 
 
 def peft_names(ours: str, model: BlockDiffusionModel) -> tuple[list[str], Callable[[Tensor], Tensor]]:
-    """Return PEFT's names for our adapter parameter `ours`, one for each copy, and a converter to PEFT's layout."""
+    """Return PEFT's names for our adapter parameter `ours`, and a converter to PEFT's layout.
+
+    There is a name for each copy of the module in transformers (`Names.copies`).
+    """
     names = model.config.names
     if ours == TOKEN_ROWS:
         table = names.to_module(str(names.to_hub("vocabulary.table")).removesuffix(".weight"))

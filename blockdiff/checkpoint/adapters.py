@@ -76,7 +76,7 @@ def has_adapter(directory: str | Path) -> bool:
 
 
 def brings_rows(directory: str | Path) -> bool:
-    """Return True if the adapter in `directory` brings rows of the embedding table."""
+    """Return True if the adapter in `directory` includes trained rows of the embedding table."""
     return bool(_read_config(Path(directory)).get("trainable_token_indices"))
 
 

@@ -112,7 +112,7 @@ def _assembled(shape: tuple[int, ...], parts: Sequence[tuple[str, Stored]], boxe
 
 
 def _stacked(hub: str, of_place: Mapping[tuple[int, int], tuple[str, Stored]]) -> Assembled:
-    """Return the entry of the matrices of all experts: those of one expert are stacked by rows, then the experts.
+    """Return the entry of the matrices of all experts: each expert's are stacked by rows, then the experts.
 
     of_place: the parts by (expert, matrix). Raises CheckpointError if one is missing or of another shape.
     """

@@ -69,7 +69,8 @@ def read_back(directory: Path) -> Path:
 def compare(directories: Iterable[Path | None]) -> bool:
     """Compare the weights in `directories` with their digests; returns False if no directory has digests.
 
-    A directory that is None or has no digests is skipped. Raises CheckpointError as `read_back` does.
+    A directory that is None or has no digests is skipped. Raises CheckpointError if a file is missing or differs
+    (`read_back`).
     """
     return bool([read_back(each) for each in directories if each is not None and has_digests(each)])
 

@@ -223,7 +223,10 @@ def _row(value: Mapping[str, Any], form: str, where: str, is_asked: bool, unread
 
 
 def _identity(value: Any) -> str | None:
-    """The id of a row as a string."""
+    """Return the value of a row's `id` as a string (1.0 as "1"), None if it has none.
+
+    Raises BadRow unless it is a string or an integer.
+    """
     if isinstance(value, float) and value.is_integer():  # an integer in a column with nulls
         value = int(value)
     if value is not None and (not isinstance(value, str | int) or isinstance(value, bool)):
@@ -288,7 +291,10 @@ def _alpaca(value: Mapping[str, Any], is_asked: bool) -> tuple[Message, ...]:
 
 
 def _neither(value: Mapping[str, Any], pair_of: str) -> str:
-    """Return the message for a row in no known form, with suggestions for keys that may be misspelt."""
+    """Return the message for a row in no known form, with suggestions for keys that may be misspelt.
+
+    pair_of: the keys that could replace `messages`, in words ("prompt and response").
+    """
     row_keys = (*CONTENT_KEYS, *KEYS)
     near = ((key, get_close_matches(str(key), row_keys, 1, cutoff=0.75)) for key in value if key not in row_keys)
     meant = "".join(f"; did you mean {matches[0]!r} by {key!r}?" for key, matches in near if matches)

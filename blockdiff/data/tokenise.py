@@ -84,9 +84,9 @@ def takes_images(tokens: ImageTokens | None, tokenizer: PreTrainedTokenizerBase 
 
 
 def ids_around(tokens: ImageTokens, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int, int]:
-    """Return the ids of the tokens of images; a family may name them by their texts.
+    """Return the ids of the token before an image, of its placeholder and of the token after it.
 
-    Raises DataError if the tokenizer lacks one.
+    tokens: the ids of these three, or texts of the first and the last. Raises DataError if the tokenizer lacks one.
     """
     ids = [tokenizer.convert_tokens_to_ids(token) if isinstance(token, str) else token for token in tokens]
     for id, token in zip(ids, tokens, strict=True):

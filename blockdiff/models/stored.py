@@ -80,7 +80,10 @@ def stored_layers(model: nn.Module) -> dict[str, HasWeights]:
 
 
 def rounded_bytes(model: BlockDiffusionModel, itemsize: int) -> dict[str, int]:
-    """Return the bytes of a model's weights for each applicable `quantize`; `itemsize`: of weights not quantised."""
+    """Return, for each value of `quantize` that the model allows, the bytes of its weights without adapters.
+
+    itemsize: bytes per number of weights that stay unquantised.
+    """
     sizes, weights = {}, {name: x for name, x in model.named_parameters() if not is_adapter(name)}
     for word in QUANTIZE:
         with suppress(CheckpointError):

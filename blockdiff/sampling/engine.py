@@ -372,7 +372,10 @@ class Engine(OneCaller):
             sequence.round.settle(sequence, verification, self.pages, self.settings)
 
     def _propose(self, running: list[Sequence]) -> None:
-        """Let the rounds of running sequences propose: denoise every canvas once, and finish those that are done."""
+        """Let every running sequence propose (a canvas is denoised by one step), and finish the canvases that are done.
+
+        Sequences that are over leave. After a broken capture, canvases under way begin again without graphs.
+        """
         try:
             finished = self._proposed(running)
         except BrokenCapture as error:

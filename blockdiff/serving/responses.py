@@ -74,7 +74,10 @@ def router(server: Server) -> APIRouter:
 
 
 def api_call(body: ResponsesRequest, server: Server, terms: Terms) -> ApiCall:
-    """Map a body to the request of the equal chat, answered in this form. Empties `body.input`; raises as the chat."""
+    """Map a Responses body to the requests of the equal chat completion, with answers in the form of Responses.
+
+    Empties `body.input`. Raises the errors of `as_chat` and `chat.api_call`.
+    """
     chat_body = as_chat(body)
     body.input = ""  # else images are held twice while the answer runs
     return replace(chat.api_call(chat_body, server, terms), format=ResponseFormat(body))

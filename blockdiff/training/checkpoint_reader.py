@@ -113,7 +113,10 @@ def restore(
 
 
 def read_counts(checkpoint: Path) -> dict[str, float]:
-    """The counts of the log's next record up to a checkpoint."""
+    """Return the running sums of `Source.counts` at a checkpoint, for `Source.restore_counts`.
+
+    The next record of the log is made of them.
+    """
     with _readable(checkpoint):
         counts: dict[str, float] = _read_trainer(checkpoint)["counts"]
         return counts

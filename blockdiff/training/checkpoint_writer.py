@@ -223,7 +223,11 @@ class CheckpointWriter:
             publish(self._hidden, self._final)
 
     def _joined_digests(self) -> dict[str, str]:
-        """Return the digests of all files with tensors. Of a sharded run, write the index of pieces first."""
+        """Return the digest of every file with tensors.
+
+        In a sharded run first merge the ranks' lists into the index of pieces, whose digest is included, and delete the
+        lists.
+        """
         if not self._is_sharded:
             return dict(self._part["digests"])
         lists = [self._hidden / _list_name(rank) for rank in range(self.ranks.world)]

@@ -147,7 +147,10 @@ class Trainer:
     # -- the optimiser step ----------------------------------------------------------------------------------------
 
     def fetch(self, step: int) -> Sequence[Batch]:
-        """Return this rank's micro-batches of an optimiser step, on the CPU; with several ranks at least one."""
+        """Return this rank's micro-batches of an optimiser step, on the CPU.
+
+        With several ranks there is at least one: a rank without examples gets a batch of padding.
+        """
         return self.built.source(step)
 
     def _next_batches(self) -> tuple[Sequence[Batch], Counts]:

@@ -72,10 +72,11 @@ def _choices(ids, table, TOPK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.co
 @triton.jit
 def _step(i, choices, query, keys, CHOICES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
           COLUMNS: tl.constexpr):  # fmt: skip
-    """Locate tile i of the walk.
+    """Locate tile `i` of the tiles that a query walks over: those of its chosen blocks, then those of its own keys.
 
-    Returns whether it is in a block, its first key (there or among the own keys), which of its keys are visible, and
-    the page that its block begins in.
+    choices, query: from `_choices` and `_query`. keys: the number of keys of the blocks and of own keys. Returns
+    whether it is in a block, its first key (there or among the own keys), which of its keys are visible, and the page
+    that its block begins in.
     """
     visible, first, own_lo, own_hi = query
     chosen, used, pages = choices
@@ -93,7 +94,7 @@ def _step(i, choices, query, keys, CHOICES: tl.constexpr, BLOCK: tl.constexpr, S
 
 @triton.jit
 def _load_step(pointers, strides, in_block, slot, sees, IS_RUN: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr):
-    """Load the keys (or values) of a tile of the walk; pointers, strides: those of the blocks and of the own keys."""
+    """Load the keys (or values) of a tile that `_step` located; pointers, strides: of the blocks, then of own keys."""
     return _load_run(
         tl.where(in_block, pointers[0], pointers[1]), tl.where(in_block, strides[0][1], strides[1][1]), slot, sees,
         IS_RUN, COLUMNS, D,
@@ -108,9 +109,9 @@ def block_sparse_forward(
     TOPK: tl.constexpr, CHOICES: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h] over each split's part of a query's walk.
+    """Compute output [splits, B, T, h, D] and log-sum-exp [splits, B, T, h], each over its split of the visible keys.
 
-    k, v and their strides: pairs of the blocks' and the own. block_keys, own_keys: numbers of keys. ids: [B, T, H,
+    k, v and their strides: pairs, of the blocks and of own keys. block_keys, own_keys: numbers of keys. ids: [B, T, H,
     TOPK]; visible, first: [B, T]; own_range: [B, T, 2]; table: [B, pages].
     """
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
@@ -168,12 +169,12 @@ def block_sparse_forward_keys(
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output of every choice separately, for the queries from `begin` on of one row.
+    """Compute the output of every choice separately, for `queries` queries of one row from `begin` on.
 
     Writes output [TOPK, queries, h, D] and log-sum-exp [TOPK, queries, h] in fp32, for `span_attention_combine`; unused
     choices are not written. q, k, v, visible, first: of that row. starts, entries [H, queries * TOPK]: as in
     block_sparse_backward_keys. intervals [H, tiles, 2]: the choices whose block begins in a tile of BLOCK keys. A
-    program handles those of one tile, or some of them, and loads the keys of a block once; in packed rows several
+    program handles one tile's choices, or some of them, and loads the keys of a block once; in packed rows several
     blocks may begin in a tile.
     """
     part, split, splits = tl.program_id(1), tl.program_id(2), tl.num_programs(2)

@@ -21,7 +21,7 @@ def block_sparse_backward_queries(
     K: tl.constexpr, H: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute grad_q [B, T, h, D] by the forward's walk. grad_out is contiguous."""
+    """Compute grad_q [B, T, h, D] over the same tiles of keys as `block_sparse_forward`. grad_out: contiguous."""
     STEPS: tl.constexpr = (BLOCK + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     t = tl.program_id(0).to(tl.int64)

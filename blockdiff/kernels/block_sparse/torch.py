@@ -46,12 +46,12 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks that every query and index head attends to, int64 [B, T, H, k], unused entries -1 at the end.
 
-    visible_BT: number of keys that a query sees, 0 for padding. first_BT: the first of them (None: key 0). A key's
-    score is idx_q . idx_k / sqrt(d) in fp32 (fp64 scores are rounded to fp32, so that rounding errors do not decide). A
-    block's score is the maximum ("max") or log-sum-exp ("lse") of its visible keys' scores. At most `topk` blocks are
-    chosen: the first `init` blocks, then the last `local` ones, then those of the highest scores, ties to the lower
-    index. Keys may be in pages, as those of one head. Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of
-    forced blocks.
+    visible_BT: number of keys that a query sees, 0 for padding. first_BT: the first of them (None: key 0), from which
+    blocks, and the indices returned, are counted. idx_k_BSd: may be a PagedTensor with one head. A key's score is
+    idx_q . idx_k / sqrt(d) in fp32 (fp64 scores are rounded to fp32, so that rounding errors do not decide). A block's
+    score is the maximum ("max") or log-sum-exp ("lse") of its visible keys' scores. At most `topk` blocks are chosen:
+    the first `init` blocks, then the last `local` ones, then those of the highest scores, ties to the lower index.
+    Source: transformers' MiniMaxM3VLIndexer, with vLLM's order of forced blocks.
     """
     B, T, H, _ = idx_q_BTHd.shape
     idx_k_BSd = as_heads(idx_k_BSd).squeeze(2)
@@ -230,10 +230,10 @@ def sparse_attention(
 ) -> Tensor:  # fmt: skip
     """Attend to the blocks that index queries [B, T, H, d] select; return [B, T, h, d].
 
-    kv: the call's keys and values [B, T, K, d] and index keys [B, T, 1, d]; empty if they were written to the pages of
-    `past`. layer: the key of this layer's selection in `spans.kept`, which several calls may share. Clean queries
-    select among the blocks of all keys before them. Noisy queries select among those of the prefix, and also see all
-    own keys of their span.
+    kv: keys and values [B, T, K, d] and index keys [B, T, 1, d] of the call's tokens, T = 0 if the pages of `past` have
+    them already. past: the same three of the prefix (None: no prefix). layer: the key of this layer's selection in
+    `spans.kept`, which several calls may share. Clean queries select among the blocks of all keys that they see. Noisy
+    queries select among the prefix's blocks, and also see all own keys of their span.
     """
     if not isinstance(spans, Sweep):
         return _over_spans(ops, q, idx_q, kv, spans, past, selection, layer)

@@ -74,7 +74,7 @@ def _attention_paged(
 
 
 def _groups(q: Tensor, k: Tensor, ids: Tensor, block: int) -> dict[str, Any]:
-    """Return the constants of the attention kernels: heads that share a key head and an index head form a group."""
+    """Return the constants of the attention kernels. Query heads with one key head and one index head are a group."""
     (h, d), K, (H, topk) = q.shape[2:], k.shape[2], ids.shape[2:]
     parts = max(H, K)
     sizes = dict(K=K, H=H, PARTS=parts, GROUP=h // parts, D=d, BLOCK=block, TOPK=topk)
@@ -117,7 +117,10 @@ def _forward(
 
 
 def goes_by_block(q: Tensor, S: int, constants: dict[str, Any]) -> bool:
-    """Whether iterating over blocks, which loads each once and merges partial results, is faster than over queries."""
+    """Return True if iterating over blocks is possible, and likely faster than iterating over queries.
+
+    It loads each block once and merges partial results.
+    """
     T, block, topk = q.shape[1], constants["BLOCK"], constants["TOPK"]
     if T < LEAST_QUERIES or T * topk < SHARED_BY * -(-S // block):
         return False
@@ -252,9 +255,10 @@ def block_sparse_attention(
     own_v: Tensor | None = None,
     own_BT2: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the chosen blocks of visible keys and to a range of own keys; arguments as in torch.py.
+    """Attend to the chosen blocks of visible keys and to a range of own keys; return [B, T, h, d].
 
-    For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
+    Arguments: as in `block_sparse_attention` of torch.py. Raises Unserved unless all tensors are fp32, bf16 or
+    fp16 and heads have at most 256 numbers.
 
     Pages are read in place, except by calls that iterate over blocks. Head sizes that are not powers of two are padded.
     Keys that no query sees may be NaN.

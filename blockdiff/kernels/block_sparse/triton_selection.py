@@ -108,9 +108,10 @@ def select_blocks(
     local: int = 1,
     score: str = "max",
 ) -> Tensor:
-    """Select the blocks that every query and index head attends to, int64 [B, T, H, k]; arguments as in torch.py.
+    """Select the blocks that every query and index head attends to, int64 [B, T, H, k], unused entries -1 at the end.
 
-    For fp32, bf16 or fp16 and heads of up to 256; Unserved for others.
+    Arguments: as in `select_blocks` of torch.py. Raises Unserved unless all tensors are fp32, bf16 or fp16 and heads
+    have at most 256 numbers.
     """
     d, table = idx_q_BTHd.shape[-1], None
     if isinstance(idx_k_BSd, PagedTensor) and _reads_pages(idx_q_BTHd, idx_k_BSd):

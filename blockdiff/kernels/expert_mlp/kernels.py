@@ -223,6 +223,8 @@ def expert_mlp_product(
 
     W: the expert's matrix [K, N] (strides WEIGHT_K, WEIGHT_N). M: its low-rank matrix [R, N] (strides MATRIX_R,
     MATRIX_N). channels: scales [E, K] (BY_K) or [E, N] of weights in fp8 or NVFP4. blocks: scales of NVFP4's blocks.
+    row: index in the order by expert; slot: index of (token, choice), the row of `out`. plan: the expert of each tile
+    of rows, and each row's slot. E: number of experts. scale: a factor for each slot (None: 1).
     """
     tile, expert, column_tile, column = _tile_of_program(plan, N, COLUMNS)
     if expert >= E:

@@ -10,7 +10,11 @@ from blockdiff.kernels.stored import StoredMatrix, linear
 
 
 def gated(gate: Tensor, up: Tensor, activation: str = "gelu_tanh") -> Tensor:
-    """Compute `f(gate) * g(up)` of two tensors of one shape; activation: as in `expert_mlp`."""
+    """Compute `f(gate) * g(up)` of two tensors of one shape.
+
+    activation: "gelu_tanh" or "silu", which is f, with g(up) = up; or gpt-oss's "swiglu_oai[:ALPHA:LIMIT]", which
+    clamps gate and up, with g(up) = up + 1. Raises BlockdiffError for any other.
+    """
     gates = activation_named(activation)
     return gates.gate(gate) * gates.linear(up)
 

@@ -20,7 +20,10 @@ def route(scores_NE: Tensor, scale_E: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def routed_tokens(
     ops: Ops, x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return `route` of the scores `(x * scale * root) weight^T` of tokens x [..., D]."""
+    """Route tokens x [..., D] by the scores `(x * scale * root) weight^T`.
+
+    Returns `route`'s expert indices and weights, both [N, k], where N counts all tokens of x.
+    """
     x_ND = x.flatten(0, -2)
     if x_ND.dtype == torch.bfloat16:  # the released model rounds after each factor
         scores = F.linear(x_ND * scale_D * root, weight_ED)

@@ -86,10 +86,10 @@ _routed_tokens.register_autograd(_gradients, setup_context=_save)
 def routed_tokens(
     x: Tensor, scale_D: Tensor, root: float, weight_ED: Tensor, expert_scale_E: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the k best experts of tokens x by `(x * scale * root) weight^T`, and their weights.
+    """Return each token's k best experts by `(x * scale * root) weight^T`, int64 [N, k], and their fp32 weights [N, k].
 
-    A gradient flows to the tokens alone. Raises Unserved if the router trains, under autocast, and for more experts
-    than the table of tiles lists.
+    The weights are the softmax over the k scores times the experts' scales. Only the tokens get a gradient. Raises
+    Unserved if the router trains, under autocast, and for more experts than the table of tiles lists.
     """
     needs_gradient = torch.is_grad_enabled()
     if is_on(x) or (needs_gradient and any(each.requires_grad for each in (scale_D, weight_ED, expert_scale_E))):

@@ -139,7 +139,11 @@ def span_attention_backward_keys(
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, AWAITS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute grad_k and grad_v (None: skip) [B, keys, K, D] of one source, summed over the group in query order."""
+    """Compute grad_k and grad_v (None: skip) [B, keys, K, D] of the prefix's keys or of the own keys.
+
+    They are summed over the heads of a group in query order. first: index of the source's span in `bounds` (0: prefix,
+    2: own). interval: from `span_attention_backward_intervals`.
+    """
     tile = tl.program_id(0)
     b, kh = (tl.program_id(1) // K).to(tl.int64), tl.program_id(1) % K
     start = tile * COLUMNS

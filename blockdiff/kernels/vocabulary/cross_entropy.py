@@ -174,7 +174,10 @@ def token_scores(
     observed_N: Tensor | None = None,
     bonus_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross-entropy [N] in at least fp32 and the argmax int64 [N] of the same logits; without gradients."""
+    """Return the cross-entropy [N] in at least fp32 and the argmax int64 [N] of the same logits; without gradients.
+
+    observed_N, bonus_N: as in `linear_cross_entropy`; the argmax, too, is of the logits with the bonus.
+    """
     hidden, table = in_autocast(hidden_ND, table_VD)
     loss_N = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
     argmax_N = torch.empty_like(target_N)

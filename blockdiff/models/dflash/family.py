@@ -205,7 +205,7 @@ def _causal(theirs: Any) -> dict[str, Any]:
 def default_ids(target_layers: int, layers: int) -> list[int]:
     """Return the target's layers that a drafter of `layers` layers reads if its config lists none.
 
-    They are evenly spaced, from layer 1 to the last but two; a single one is in the middle.
+    They are evenly spaced from index 1, the second layer, to target_layers - 3; a single one is target_layers // 2.
     """
     if layers == 1:
         return [target_layers // 2]

@@ -27,7 +27,11 @@ def main() -> None:
 
 
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """Return the first line of the answer and the bytes after it; no bytes if there is no automaton."""
+    """Compile the request's `regex` with outlines-core.
+
+    Returns the first line of the answer, and the automaton's bytes, which follow it. If there is no automaton, the line
+    has the cause and there are no bytes.
+    """
     try:
         return _automaton(request["regex"], request["states"])
     except ImportError:

@@ -181,7 +181,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
 
 
 def _inner(ways: Alternatives, is_first: bool, is_last: bool, is_loose: bool) -> Alternatives:
-    """Remove `^` at the beginning and `$` at the end of alternatives, and drop alternatives with them elsewhere.
+    """Remove `^` at the beginning and `$` at the end of alternatives, and drop alternatives that need them elsewhere.
 
     is_first, is_last: whether the alternatives begin and end the pattern. is_loose: raise RequestError instead of
     dropping alternatives.

@@ -182,7 +182,7 @@ class _Writer:
         return write
 
     def _free_object(self, start: int, plain: dict[str, Any], where: str, within: tuple[str, ...]) -> int | None:
-        """Add an object whose properties have no names in the schema."""
+        """Add an object of a schema that names no properties."""
         path = where or "its top"
         least, most = self._counts(plain, "Properties", path)
         if least > 1:
@@ -201,20 +201,26 @@ class _Writer:
         return self.nfa.entries(start, ways, least, most)
 
     def _inner(self, schema: Any, where: str, within: tuple[str, ...]) -> Write:
-        """Return a function that adds a value of the schema, which is one level less deep if any value is allowed."""
+        """Return a function that adds a value of the schema inside an array or object.
+
+        If the schema allows any value, this has at most `bounds.free` - 1 levels of arrays and objects.
+        """
         if schema is True or schema == {}:
             return lambda state: self._free(state, max(0, self.bounds.free - 1))
         return lambda state: self.write(state, schema, where, within)
 
     def _key(self, pattern: str, path: str) -> Write:
-        """Return a function that adds a property name that matches the pattern."""
+        """Return a function that adds a property name that matches the pattern, or returns None if none does."""
         automaton = self._strings((pattern,), (), 0, None, path, is_open=True)
         if automaton is None:
             return lambda start: None
         return lambda start: self._text(start, '"', automaton)
 
     def _named_keys(self, schema: Any, pattern: str | None, where: str, within: tuple[str, ...]) -> Write:
-        """Return a function that adds a name that satisfies a propertyNames schema and the pattern (None: any)."""
+        """Return a function that adds a property name to the automaton.
+
+        The name satisfies a propertyNames schema and matches the pattern (None: any).
+        """
         names = {"allOf": [schema, {"type": "string"} | ({"pattern": pattern} if pattern else {})]}
         return lambda start: self.write(start, names, f"{where}/propertyNames", within)
 

@@ -192,7 +192,10 @@ def _chunks(length: int, size: int) -> list[slice]:
 
 
 def _of_pairs(of_classes_BLC: Tensor, automaton: TokenAutomaton, is_sum: bool) -> Tensor:
-    """Reduce classes to pairs of a state and its k-th successor, by log-sum or maximum: [B, l, S K]."""
+    """Reduce a value per class to one per pair of a state and its k-th successor, [B, l, S K].
+
+    It is the log-sum (`is_sum`) or the maximum over the classes that lead from the state to the successor.
+    """
     pair_E, size = automaton.pair_E, automaton.successor_SK.numel()
     of_edges = of_classes_BLC[..., automaton.class_E]
     index = pair_E.expand_as(of_edges)

@@ -17,7 +17,9 @@ Holds = Callable[[Any, Any], bool]
 def apart(one: Plain, other: Plain, holds: Holds, difference: Difference) -> list[Plain] | None:
     """Return plain schemas for documents that satisfy `one` and not `other`; None if no such schemas are known.
 
-    They may accept less than the difference. `other` may accept more than must be excluded.
+    The returned schemas may accept less than the difference. `other` may accept more than the schema to exclude, which
+    only makes the result smaller. holds(value, schema): whether a value satisfies a schema. difference(a, b): the same
+    as `apart` for inner schemas, which need not be plain.
     """
     if "enum" in one:
         values = [value for value in one["enum"] if not holds(value, other)]
@@ -51,9 +53,9 @@ def _is_of(type: str, other: Plain) -> bool:
 
 
 def _without_values(one: Plain, values: list[Any]) -> list[Plain]:
-    """Return schemas of `one` without the strings in `values`; [] if that is impossible.
+    """Return schemas for the documents of `one` that are not in `values`; [] if that is impossible.
 
-    It is possible only for strings, if the empty one is the only string in `values`.
+    It is possible only if `one` has only strings, and `values` has no string but the empty one.
     """
     if one["type"] == ["string"] and all(value == "" for value in values if isinstance(value, str)):
         return _not_between(one, {"maxLength": 0}, "Length")

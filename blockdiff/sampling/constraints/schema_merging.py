@@ -110,7 +110,12 @@ def simplified(schema: Any, place: str) -> dict[str, Any] | Literal[False]:
 
 
 def both_of(one: Any, other: Any, place: str) -> Any:
-    """Return the schema of values that satisfy both schemas; combining keywords are deferred to an allOf."""
+    """Return the schema of values that satisfy both schemas; False if there are clearly none.
+
+    If both have a combining keyword (`COMBINING`) with different values, that of `other` is put into an allOf, which
+    `Rewriting.ways` merges later. Raises RequestError for invalid keywords, and for different values of multipleOf that
+    are not both integers.
+    """
     first, second = simplified(one, place), simplified(other, place)
     if first is False or second is False:
         return False

@@ -30,7 +30,7 @@ class Rewriting:
         self.refs, self.last_ref = 0, ""
 
     def ways(self, schema: Any, place: str, within: tuple[str, ...], is_loose: bool = False) -> list[Way]:
-        """Return plain schemas such that each document of the schema satisfies one of them.
+        """Return plain schemas, each with the $refs around it, that together have the documents of the schema.
 
         place: the path of the schema, for messages; within: the $refs around it. The plain schemas may accept less
         than the schema. is_loose: they accept no less, and exclusions are ignored.
@@ -80,7 +80,7 @@ class Rewriting:
         return parts
 
     def _apart(self, one: dict[str, Any], other: dict[str, Any], path: str) -> list[dict[str, Any]] | None:
-        """Return plain schemas for documents that satisfy `one` and not `other`; None if no such schemas are known."""
+        """Call `apart` with this rewriting's `holds` and differences of inner schemas; path: for errors."""
 
         def difference(included: Any, excluded: Any) -> list[dict[str, Any]] | None:
             parts = [plain for plain, _ in self.ways(included, path, ())]

@@ -205,7 +205,10 @@ class CanvasBatch:
         return [self._shape(index, first + ahead).temperature for ahead in range(STEPS_AHEAD)]
 
     def _shape(self, index: int, step: int) -> Shape:
-        """Return the shape of a canvas's step; steps after the last one have the last one's shape."""
+        """Return the `Shape` (temperature and filters) of step `step` of canvas `index`.
+
+        A step after the last has the last one's.
+        """
         sequence, shapes = self.canvases[index].sequence, self._shapes_B[index]
         step = min(step, sequence.max_steps - 1)
         while len(shapes) <= step:

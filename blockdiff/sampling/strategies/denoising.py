@@ -176,7 +176,7 @@ class Ancestral(Denoising):
 
 
 def released(generation: Generation) -> Composed:
-    """Return the released model's strategy, with the numbers of generation settings (transformers' names)."""
+    """Return DiffusionGemma's own strategy: entropy-bound acceptance with the numbers of its generation settings."""
     return Composed(
         EntropyBound(generation.entropy_bound),
         t_min=generation.t_min,

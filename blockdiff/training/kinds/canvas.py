@@ -62,11 +62,11 @@ class Denoising(Kind):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The metrics of canvases and, if next tokens are learnt, theirs."""
+        """The metrics of canvases and, if `ar_loss` is set, of next tokens."""
         return self.metrics if self.ar_loss is not None else OF_CANVASES
 
     def refuse(self, recipe: Recipe) -> None:
-        """Raise RecipeError for a schedule that is no noise schedule, and for a divisor unlike the scored positions."""
+        """Raise RecipeError for an invalid noise schedule, or for a mean over corrupted tokens if others are scored."""
         refuse_schedule(self.schedule)
         if self.normalisation == "corrupted" and self.positions != "corrupted":
             raise RecipeError(
@@ -154,7 +154,7 @@ class Denoising(Kind):
         return heldout(objective, batches, ranks, precision)
 
     def record(self, objective: Any) -> dict[str, Any]:
-        """Return the keys without `sweep`; schedule and weight are the objective's, which may be from Python."""
+        """Return the keys without `sweep`, with the schedule and weight that the objective has (maybe from Python)."""
         record: dict[str, Any] = self.model_dump(mode="json", exclude={"sweep"})
         parts = [key for key in ("schedule", "weight") if key in record and hasattr(objective, key)]
         return record | {key: described(getattr(objective, key)) for key in parts}

@@ -98,7 +98,10 @@ def heldout(
 
 
 def _by_level(evaluation: Evaluation, batch: Batch, noise_levels: int) -> Tensor:
-    """Return the count and the sum of every measure [noise_levels, groups, 1 + measures] over a batch."""
+    """Return sums over a batch's scored positions, [noise_levels, groups, 1 + measures]: their number, then measures.
+
+    groups: positions that the noise kept, then corrupted ones.
+    """
     is_scored_BCL = batch.is_scored_BCL
     level_BC = (batch.t_BC.double() * noise_levels).long().clamp(0, noise_levels - 1)
     place_N = (level_BC[..., None] * len(GROUPS) + evaluation.is_corrupted_BCL)[is_scored_BCL]

@@ -237,7 +237,7 @@ class Distil(Denoising):
         return Objective(model, **self.parts(recipe, base))
 
     def why_unscored(self, counts: Counts) -> tuple[str, str] | None:
-        """Return why no canvas is scored, and a remedy; None if one has settled."""
+        """Return why no canvas is scored, and a remedy; None if the teacher has settled on at least one."""
         if counts.divisors["canvas"]:
             return None
         return (

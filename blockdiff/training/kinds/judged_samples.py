@@ -17,7 +17,9 @@ UNJUDGED = Task("none", is_solved=lambda question, text: False)
 
 
 def judging_task(recipe: Recipe, prompts: Prompts) -> Task:
-    """Return the task of the evaluation; UNJUDGED for `exact`, the default, if a prompt has no response.
+    """Return the task of the evaluation.
+
+    If that is `exact`, the default, and a prompt has no response, return UNJUDGED, which judges nothing.
 
     Raises DataError for prompts that the task does not accept.
     """

@@ -244,7 +244,7 @@ class Kind(ObjectiveSection):
         )
 
     def source(self, recipe: Recipe, built: Built, ranks: Ranks, show: Progress) -> Source:
-        """The source of the batches of optimiser steps. built: without its source."""
+        """Return the source of the batches of optimiser steps. built: the parts of the run, without a source yet."""
         return Rows(built.data, ranks, recipe.train.micro_batch_size)
 
     def in_words(self, recipe: Recipe) -> str:
@@ -300,9 +300,9 @@ class Kind(ObjectiveSection):
         return DiffusionSettings.of(objective, self.record(objective))
 
     def facts(self, recipe: Recipe, base: StartingModel, data: Data, digest_of: Callable[[str], str]) -> dict[str, Any]:
-        """Values that a resumed run must share with the run that was saved, by recipe key; None: left out.
+        """Return the values, by recipe key, that must be the same when the run is resumed.
 
-        digest_of: digests the weights of a model by its name.
+        None is the same as no entry. digest_of: returns the digest of a model's weights, by the model's path or Hub id.
         """
         return {
             "data.train": data.train.fingerprint,

@@ -284,7 +284,11 @@ class Policy(Canvas):
         rows: int,
         image_tokens: Sequence[int],
     ) -> Batch:
-        """Return answers as long as the rows, with every step of every canvas."""
+        """Return the largest micro-batch of rollouts: answers as long as the rows, with an action for every token.
+
+        If canvases are the actions, every step of every canvas is included. With `sft`, the rows are its ordinary
+        examples, too.
+        """
         batch = super().largest_batch(recipe, base, model, tokens, rows, image_tokens)
         rollouts = worst_rollouts(batch, base.canvas_length, base.generation.max_steps, self.over == "canvas")
         return replace(rollouts, examples=batch) if self.sft else rollouts

@@ -112,7 +112,7 @@ class Rollouts(Source):
         return self._updates[within % len(self._updates)]
 
     def may_stop(self, step: int) -> bool:
-        """Return False within a round."""
+        """Return True if `step` is the last optimiser step of its round."""
         return step % self.shape.steps == 0
 
     def read(self, ranks: Ranks, seconds: float) -> Record:
@@ -328,7 +328,7 @@ class Rollouts(Source):
         return batches
 
     def _with_old(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the batch with the log-probabilities of its actions, by the update's code, before any update."""
+        """Return the batch with its actions' log-probabilities under the present weights, computed as in updates."""
         with torch.no_grad(), autocast(self.ranks.device, self.precision):
             log_p_N = self.objective.actions(batch.to(self.ranks.device), is_measured=False).log_p_N
         return replace(batch, old_N=log_p_N.cpu())
