@@ -6,8 +6,8 @@ Grids are uniform over all 288 solved 4x4 sudokus, and each cell is given with p
 is the share of the grids that agree with the givens (recipes/sudoku_decisions.py). Four ways say what is in a blank
 cell of four: a decision about it alone (single), decisions about all four in one canvas (joint), the shares of 64
 sampled grids, and the next-token head. recipes/decisions_cpu.yaml is trained for the first two, recipes/quickstart.yaml
-on whole grids for the third, and recipes/sudoku4_causal.yaml on single decisions for the last. Models that the
-directory has already are kept.
+on whole grids for the third, and recipes/sudoku4_causal.yaml on conversations that ask for a cell by a label for the
+last. Models that the directory has already are kept.
 
 TV: the total variation to the posterior; excess: the NLL above the posterior's entropy, in nats; ECE: over 15 bins of
 equal mass, beside the error that a perfect model with these probabilities shows. Temperatures are fitted on other
@@ -44,10 +44,12 @@ from blockdiff.recipes import sudoku
 from blockdiff.recipes.sudoku_decisions import ASKED, DIGITS, Puzzle, draw_puzzle, questions, write_splits
 from blockdiff.sampling import Request, Sampler
 from blockdiff.sampling.calibration import fit_temperature
+from blockdiff.sampling.scores import score
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 WAYS = [(steps, draws) for steps in (1, 2, 4) for draws in (1, 4)]
 SAMPLED, SAMPLES, BATCH = 100, 64, 256
+LABELS = "ABCD"  # of the four digits, in the form `decisions`
 MODELS = {"decisions_cpu": "decisions", "quickstart": "grids", "sudoku4_causal": "next tokens"}
 
 
@@ -77,16 +79,18 @@ def puzzles(count: int, seed: int) -> list[Puzzle]:
 
 def write_data(directory: Path, rows: int) -> None:
     """Write the rows of the three models and the tokenizers."""
-    write_splits(directory, {"train": rows, "heldout": 500})
+    heldout = max(1, rows // 40)
+    write_splits(directory, {"train": rows, "heldout": heldout})
     write_tokenizer(character_tokenizer(sudoku.alphabet(4)), directory / "grids")
     config = json.loads((RECIPES / "presets" / "sudoku4-causal.json").read_text(encoding="utf-8"))
     vocabulary = json.loads((RECIPES / "presets" / "sudoku-decisions.json").read_text(encoding="utf-8"))["text_config"]
     config |= {"vocab_size": vocabulary["vocab_size"]}
     (directory / "causal.json").write_text(json.dumps(config), encoding="utf-8")
-    for name, count, seed in (("train", rows, 1), ("heldout", 500, 2)):
+    for name, count, seed in (("train", rows, 1), ("heldout", heldout, 2)):
         drawn = puzzles(count, seed)
         grids = [{"prompt": f"{puzzle.cells}=", "response": puzzle.grid} for puzzle in drawn]
-        single = [puzzle.row([puzzle.asked], False) for puzzle in drawn]
+        answers = [{"role": "assistant", "content": LABELS[int(puzzle.grid[puzzle.asked]) - 1]} for puzzle in drawn]
+        single = [{"messages": [*_asking(puzzle), answer]} for puzzle, answer in zip(drawn, answers, strict=True)]
         for kind, made in (("grids", grids), ("single", single)):
             text = "".join(json.dumps(row) + "\n" for row in made)
             (directory / f"{kind}-{name}.jsonl").write_text(text, encoding="utf-8")
@@ -192,18 +196,22 @@ def sampled(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
 
 def next_tokens(sampler: Sampler, asked: Sequence[Puzzle]) -> tuple[Answers, float]:
     """Return the next-token head's scores of the labels of one cell's question, and milliseconds per prompt."""
-    answers, began, requests = Answers.empty(), time.perf_counter(), []
+    answers, began, tokenizer = Answers.empty(), time.perf_counter(), sampler.tokenizer
+    assert tokenizer is not None
+    contexts = [tokenizer.apply_chat_template(list(_asking(puzzle)), return_dict=False) for puzzle in asked]
+    labels = [[token] for token in tokenizer.convert_tokens_to_ids(list(LABELS))]
+    scored = score(sampler.model, [context for context in contexts for _ in labels], labels * len(asked), BATCH)
     for row, puzzle in enumerate(asked):
-        state = [{"role": "user", "content": puzzle.state}]
-        messages = tuple(with_question(state, ask_one(questions()[puzzle.asked], "decisions")))
-        requests.append(Request(row, messages=messages, scores=True, top_logprobs=20, max_new_tokens=1))
-    tokens = [sampler.settings.tokenizer.convert_tokens_to_ids(label) for label in "ABCD"]  # type: ignore[union-attr]
-    for row, result in enumerate(sampler.generate(requests, batch_size=BATCH)):
-        assert result.top_logprobs is not None
-        known = dict(result.top_logprobs[0])
-        scores = torch.tensor([[known[token] for token in tokens]], dtype=torch.float64)
-        answers.add(asked[row], asked[row].asked, scores, row)
+        of_labels = scored[row * len(labels) : (row + 1) * len(labels)]
+        scores_NX = torch.tensor([[sum(each.logprobs) for each in of_labels]], dtype=torch.float64)
+        answers.add(puzzle, puzzle.asked, scores_NX, row)
     return answers, 1e3 * (time.perf_counter() - began) / len(asked)
+
+
+def _asking(puzzle: Puzzle) -> tuple[dict[str, Any], ...]:
+    """Return the messages that ask for the puzzle's blank cell by a label."""
+    state = [{"role": "user", "content": puzzle.state}]
+    return tuple(with_question(state, ask_one(questions()[puzzle.asked], "decisions")))
 
 
 def lines_of(directory: Path, recipe: str, seed: int, count: int, changes: Sequence[str]) -> Iterator[Line]:
@@ -234,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.honesty", description=__doc__)
     parser.add_argument("directory", type=Path, help="where data and runs are, or are made")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--recipes", nargs="+", default=list(MODELS), choices=list(MODELS), help="default: both")
+    parser.add_argument("--recipes", nargs="+", default=list(MODELS), choices=list(MODELS), help="default: all")
     parser.add_argument("--prompts", type=int, default=5000, help="the prompts that are read (default 5000)")
     parser.add_argument("--rows", type=int, default=20_000, help="the rows to learn from (default 20000)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the recipes")
